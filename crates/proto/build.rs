@@ -1,5 +1,7 @@
 //! Compiles `control.proto` without `protoc`: protox is a compiler in Rust, so the build needs no other tool.
 
+#![forbid(unsafe_code)]
+
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -8,6 +8,8 @@
 //! A batch of n keys is much cheaper than n calls. Results have the order of the keys. A missing object is `Ok(None)`,
 //! and an `Err` concerns its key alone: the other results are valid.
 
+#![forbid(unsafe_code)]
+
 use moontide_client::{GetInto, PutItem, PutOptions, Store, StoreConfig, StoreError};
 
 const BLOCK_BYTES: usize = 4096;

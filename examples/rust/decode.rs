@@ -10,6 +10,8 @@
 //! The model has two layers with two heads and fixed random weights. Attention reads the blocks of a sequence in place;
 //! the reference keeps keys and values in plain vectors. Both must agree in every bit.
 
+#![forbid(unsafe_code)]
+
 use std::error::Error;
 
 use moontide_blocks::{

@@ -8,6 +8,8 @@
 //! A router that knows which engine has which prefix uses this feed to forget blocks that are gone. The feed is a hint,
 //! not a log: after a `Gap` some invalidations may be missing, and the program checks its keys again.
 
+#![forbid(unsafe_code)]
+
 use std::collections::HashMap;
 use std::error::Error;
 use std::time::{Duration, Instant};

@@ -8,6 +8,8 @@
 //! A get returns exactly the bytes of a put that was acknowledged, or `None`. A put does not replace an existing object
 //! unless the options say so: two inference engines that compute the same block produce the same bytes.
 
+#![forbid(unsafe_code)]
+
 use moontide_client::{PutOptions, PutOutcome, Store, StoreConfig, StoreError};
 
 const KEY: &[u8] = b"examples/put_get";

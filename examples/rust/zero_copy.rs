@@ -9,6 +9,8 @@
 //! returns a copy instead; `is_zero_copy` tells the two apart. This program fails in that case, to show that it was
 //! zero-copy. An application uses the bytes either way.
 
+#![forbid(unsafe_code)]
+
 use std::error::Error;
 
 use moontide_client::{Store, StoreConfig};

@@ -2,25 +2,31 @@
 //!
 //! Run it again after a format change: `cargo run -p moontide-fuzz --example seeds`.
 
+#![forbid(unsafe_code)]
+
 #[path = "../../crates/proto/tests/generate/mod.rs"]
 mod generate;
 
+use std::num::NonZeroU16;
 use std::path::Path;
 use std::{fs, io};
 
 use generate::Gen;
+use moontide_auth::testing::{Authority, Directory};
+use moontide_auth::{Credentials, ExpectedServer, Identity, Role, Session};
 use moontide_blocks::{
     Attention, BlockHash, BlockSource, BlockStore, BlockTarget, Cache, CacheConfig, CacheShape, DimOrder,
     Dtype as Dtype8, PrunePolicy,
 };
 use moontide_fuzz::{MESSAGES, SESSION_BODIES, TARGETS, accepted_message};
+use moontide_master::election::{ClusterIdentity, ClusterState, MasterAddresses, TenantState};
 use moontide_proto::{FixedRecord, FrameKind, OpKind};
 use moontide_types::record::{Header, KeySection, RecordDescription, RecordFlags, State, Word, trailer_crc};
 use moontide_types::tensor::{Dtype, TensorHeader};
-use moontide_types::{Key, Tenant, TenantGeneration};
+use moontide_types::{GroupId, Key, NodeId, Tenant, TenantGeneration};
 
 /// Most inputs of one target, and most bytes of one input: a corpus should stay human-readable.
-const INPUTS_MAX: usize = 60;
+const INPUTS_MAX: usize = 70;
 const INPUT_BYTES_MAX: usize = 2048;
 
 fn main() -> io::Result<()> {
@@ -131,9 +137,55 @@ fn valid_inputs(target: &str) -> Option<Vec<Vec<u8>>> {
             TensorHeader::new(dtype, &shape).expect("a small shape").encode().to_vec()
         }),
         "suspended_sequence" => Some(suspended_sequences()),
+        "registry_documents" => Some(registry_documents()),
+        "identities" => Some(identities()),
+        "tls_handshake" => Some(vec![client_hello()]),
         "disk_tombstones" => Some(moontide_disk::fuzzing::removals_seeds()),
         _ => None,
     }
+}
+
+/// Returns cluster states of some histories, addresses of a master, and an identity.
+/// Identities as text, and in certificates, whose keys are new in each run.
+fn identities() -> Vec<Vec<u8>> {
+    let (directory, authority) = (Directory::new(), Authority::new());
+    let roles = [
+        Role::Master,
+        Role::Node(NodeId(0xa7)),
+        Role::Operator,
+        Role::Scraper,
+        Role::Tenant("team-a".into()),
+    ];
+    let texts = roles.iter().map(|role| Identity::new("example.org", "prod", role.clone()).expect("valid"));
+    let texts = texts.map(|identity| identity.to_string().into_bytes());
+    let named = b"spiffe://example.org/moontide/prod/node/rack1-host7".to_vec();
+    let certificates = roles.iter().map(|role| authority.certificate_of(&directory, role.clone()));
+    texts.chain([named]).chain(certificates).collect()
+}
+
+/// The first bytes of a client.
+fn client_hello() -> Vec<u8> {
+    let (directory, authority) = (Directory::new(), Authority::new());
+    let credentials = Credentials::load(authority.issue(&directory, "client", Role::Operator)).expect("new");
+    let config = credentials.client(ExpectedServer::Master, &[b"h2"]);
+    let mut session = Session::client(config).expect("a valid configuration");
+    session.handshake().expect("nothing has arrived");
+    session.unsent().to_vec()
+}
+
+fn registry_documents() -> Vec<Vec<u8>> {
+    let groups = NonZeroU16::new(4).unwrap();
+    let addresses = MasterAddresses { grpc: "m:1".into(), frame: "m:2".into() };
+    let identity = ClusterIdentity { cluster: 1, id_key: 2, secret: [7; 32], groups };
+    let new = ClusterState::new(groups);
+    let (joined, first) = new.with_next_term().unwrap();
+    let (owned, _) = joined.with_owner(&[GroupId(0), GroupId(2)], first, &addresses).unwrap();
+    let limited = TenantState { generation: 3, bytes_max: 1 << 40, objects_max: 7 };
+    let full = owned.with_tenant("team", limited).with_exclusions(&[(GroupId(0), 2)], first);
+    let values = [serde_json::to_vec(&addresses), serde_json::to_vec(&identity)];
+    let mut inputs: Vec<Vec<u8>> = values.map(Result::unwrap).into();
+    inputs.extend([&new, &joined, &owned, &full.with_retiring(first)].map(|state| state.encode().unwrap()));
+    inputs
 }
 
 /// Returns suspended sequences: plain, pruned and empty ones.
@@ -194,7 +246,11 @@ fn control_messages() -> Vec<Vec<u8>> {
         }
     }
     for body in SESSION_BODIES {
-        let name = if ["Commands", "HeartbeatAck"].contains(body) { "MasterMessage" } else { "NodeMessage" };
+        let name = if ["Commands", "HeartbeatAck", "CapabilityKey"].contains(body) {
+            "MasterMessage"
+        } else {
+            "NodeMessage"
+        };
         add(index_of(name), Some(body));
     }
     let failed = index_of("GetReplicaListResponse") as u8;

@@ -1,3 +1,4 @@
 //! `moontide_fuzz::trailer` under libFuzzer.
+#![forbid(unsafe_code)]
 #![no_main]
 libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::trailer(data));

@@ -11,7 +11,12 @@ mod model;
 #[path = "../../crates/heap/tests/alloc/steps.rs"]
 mod steps;
 
+use std::sync::{Arc, OnceLock};
+
+use moontide_auth::testing::{Authority, Directory};
+use moontide_auth::{ClientCertificates, Credentials, Identity, Role, Session, identity_of, rustls};
 use moontide_blocks::SuspendedSequence;
+use moontide_master::election::{ClusterIdentity, ClusterState, MasterAddresses};
 use moontide_proto::convert::{self, Wire};
 use moontide_proto::limits::{OPS_PER_FRAME_MAX, SESSION_RECORDS_MAX};
 use moontide_proto::{
@@ -24,6 +29,7 @@ use moontide_types::record::{
     Attributes, HEADER_BYTES, Header, KeySection, RecordDescription, State, WORD_OFFSET, trailer_crc,
 };
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorError, TensorHeader};
+use moontide_types::{GroupId, Term};
 use prost::Message;
 use prost::bytes::Bytes;
 
@@ -49,7 +55,49 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("disk_tombstones", disk_tombstones),
     ("tensor_header", tensor_header),
     ("suspended_sequence", suspended_sequence),
+    ("registry_documents", registry_documents),
+    ("identities", identities),
+    ("tls_handshake", tls_handshake),
 ];
+
+/// Reads the identity of a process as text, and in a certificate.
+pub fn identities(data: &[u8]) {
+    if let Some(identity) = std::str::from_utf8(data).ok().and_then(|text| text.parse::<Identity>().ok()) {
+        let text = identity.to_string();
+        assert_eq!(text.parse::<Identity>().as_ref(), Ok(&identity));
+        // A node may be written by its name; all others have one text.
+        assert!(text.as_bytes() == data || matches!(identity.role(), Role::Node(_)), "{text}");
+    }
+    if let Ok(identity) = identity_of(data) {
+        assert_eq!(identity.to_string().parse(), Ok(identity));
+    }
+}
+
+/// Lets a server receive bytes of a client in its TLS handshake.
+pub fn tls_handshake(data: &[u8]) {
+    static SERVER: OnceLock<Arc<rustls::ServerConfig>> = OnceLock::new();
+    let config = SERVER.get_or_init(|| {
+        let directory = Directory::new();
+        let files = Authority::new().issue(&directory, "master", Role::Master);
+        let credentials = Credentials::load(files).expect("a new certificate");
+        credentials.server(ClientCertificates::Required, &[])
+    });
+    let mut session = Session::server(Arc::clone(config)).expect("a valid configuration");
+    let mut rest = data;
+    while !rest.is_empty() {
+        let space = session.space();
+        let len = rest.len().min(space.len());
+        space[..len].copy_from_slice(&rest[..len]);
+        session.received(len);
+        rest = &rest[len..];
+        match session.handshake() {
+            Ok(is_done) => assert!(!is_done, "no input has the key of a client's certificate"),
+            Err(_) => return,
+        }
+        let unsent = session.unsent().len();
+        session.sent(unsent);
+    }
+}
 
 /// Decodes the 128-byte header of a record: as it is, and with a valid CRC, which random changes never produce.
 pub fn record_header(data: &[u8]) {
@@ -112,6 +160,26 @@ fn check_tensor_header(bytes: &[u8; TENSOR_HEADER_BYTES]) {
     assert_eq!(header.encode(), *bytes);
     let product: u128 = header.shape().iter().map(|&len| u128::from(len)).product();
     assert_eq!(product * header.dtype().bytes() as u128, u128::from(len));
+}
+
+/// Decodes what masters read from a registry: as a cluster state, as the addresses of a master, and as an identity.
+pub fn registry_documents(data: &[u8]) {
+    if let Ok(state) = ClusterState::decode(data) {
+        let json = state.encode().expect("a decoded state is within all limits");
+        assert_eq!(ClusterState::decode(&json), Ok(state.clone()));
+        // What masters do with it.
+        for master in state.masters.keys().filter_map(|&number| Term::new(number).ok()) {
+            assert!(
+                state.groups_of(master).all(|group| usize::from(group.group.0) < state.group_owners.len())
+            );
+        }
+        let addresses = MasterAddresses::default();
+        if let Some((next, term)) = state.with_owner(&[GroupId(0)], Term::ZERO, &addresses) {
+            assert!(term.get() > state.last_term && next.groups_of(Term::ZERO).any(|g| g.term == term));
+        }
+    }
+    let _ = MasterAddresses::decode(data);
+    let _ = ClusterIdentity::decode(data);
 }
 
 /// Decodes a sequence that was suspended in another process.
@@ -324,8 +392,10 @@ pub const SESSION_BODIES: &[&str] = &[
     "ReportEnd",
     "Offloaded",
     "DiskEvicted",
+    "CapabilityKeyHeld",
     "Commands",
     "HeartbeatAck",
+    "CapabilityKey",
 ];
 
 /// Returns the name of an accepted message, and the name of its body if it is a session message.
@@ -339,10 +409,12 @@ pub fn accepted_message(data: &[u8]) -> Option<(&'static str, Option<&'static st
         node_message::Body::ReportEnd(_) => Some("ReportEnd"),
         node_message::Body::Offloaded(_) => Some("Offloaded"),
         node_message::Body::DiskEvicted(_) => Some("DiskEvicted"),
+        node_message::Body::CapabilityKeyHeld(_) => Some("CapabilityKeyHeld"),
     };
     let master = |message: v1::MasterMessage| match message.body? {
         master_message::Body::Commands(_) => Some("Commands"),
         master_message::Body::HeartbeatAck(_) => Some("HeartbeatAck"),
+        master_message::Body::CapabilityKey(_) => Some("CapabilityKey"),
     };
     let body = match name {
         "NodeMessage" => v1::NodeMessage::decode(data).ok().and_then(node),

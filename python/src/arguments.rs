@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use moontide_client::{InvalidPlace, Place, Spread};
 use moontide_settings::{Component, Form, Kind, Loaded, Origin, Setting};
 use moontide_types::record::PinClass;
 use pyo3::exceptions::PyTypeError;
@@ -118,18 +119,33 @@ fn small<T: TryFrom<i64>>(what: &str, number: i64) -> PyResult<T> {
     T::try_from(number).map_err(|_| errors::argument(format!("{what} cannot be {number}")))
 }
 
+/// Converts a node or segment that a put prefers.
+fn place(text: &str) -> PyResult<Place> {
+    text.parse().map_err(|error: InvalidPlace| errors::argument(format!("prefer: {error}")))
+}
+
+/// Converts what the replicas of an object must not share.
+fn spread_of(name: &str) -> PyResult<Spread> {
+    Spread::from_name(name).ok_or_else(|| {
+        errors::argument(format!("spread must be None, \"host\", \"rack\" or \"zone\", not {name:?}"))
+    })
+}
+
 /// Options of a put.
 ///
 /// Every put also takes the fields as keyword arguments:
 /// ``store.put("k", b"v", replicas=2)`` equals ``store.put("k", b"v", PutOptions(replicas=2))``.
 ///
 /// - ``replicas``: number of replicas, each on a different node; ``replicas_min``: the put fails with fewer.
+/// - ``disk_replicas``: disks that shall have the object, besides memory; written after the put, as far as there are disks.
 /// - ``stripes``: stripes of each replica, on different nodes; None: the master decides.
 /// - ``overwrite``: replace an existing object; raises Pending if it is stored, but a node may return with the old one.
 /// - ``ttl``: time to live in seconds; None: until evicted.
 /// - ``pin``: "soft" is evicted last, "hard" never; "hard" is removed only with force.
 /// - ``cohort``: label of objects that are evicted together.
-/// - ``prefer_local``: prefer memory of a local node.
+/// - ``spread``: "host", "rack" or "zone": each replica is in a different one, or not made; None: on different nodes.
+/// - ``prefer``: nodes and segments to try first, in order, as ``"NODE"`` or ``"NODE/SEGMENT"``; at most 8.
+/// - ``prefer_local``: prefer memory of a local node to other nodes that are not in ``prefer``.
 #[pyclass(module = "moontide", frozen, eq)]
 #[derive(Clone, Debug)]
 pub(crate) struct PutOptions(pub(crate) moontide_client::PutOptions);
@@ -143,40 +159,36 @@ impl PartialEq for PutOptions {
 #[pymethods]
 impl PutOptions {
     #[new]
-    #[pyo3(signature = (*, replicas=1, replicas_min=1, stripes=None, overwrite=false, ttl=None, pin="none", cohort=None,
-        prefer_local=true))]
+    #[pyo3(signature = (*, replicas=1, replicas_min=1, disk_replicas=0, stripes=None, overwrite=false, ttl=None, pin="none", cohort=None,
+        spread=None, prefer=vec![], prefer_local=true))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         replicas: i64,
         replicas_min: i64,
+        disk_replicas: i64,
         stripes: Option<i64>,
         overwrite: bool,
         ttl: Option<f64>,
         pin: &str,
         cohort: Option<Bound<'_, PyAny>>,
+        spread: Option<&str>,
+        prefer: Vec<String>,
         prefer_local: bool,
     ) -> PyResult<PutOptions> {
-        let pin = match pin {
-            "none" => PinClass::None,
-            "soft" => PinClass::Soft,
-            "hard" => PinClass::Hard,
-            other => {
-                return Err(errors::argument(format!(
-                    "pin must be \"none\", \"soft\" or \"hard\", not {other:?}"
-                )));
-            }
-        };
+        let pin = pin_class(pin)?;
         Ok(PutOptions(moontide_client::PutOptions {
             replicas: small("replicas", replicas)?,
             replicas_min: small("replicas_min", replicas_min)?,
+            disk_replicas: small("disk_replicas", disk_replicas)?,
             stripes: stripes.map(|stripes| small("stripes", stripes)).transpose()?,
             upsert: overwrite,
             ttl: ttl.map(lifetime).transpose()?,
             pin,
             cohort: cohort.as_ref().map(key).transpose()?.map(<[u8]>::to_vec),
             parent: None,
+            spread: spread.map(spread_of).transpose()?,
+            prefer: prefer.iter().map(|text| place(text)).collect::<PyResult<_>>()?,
             prefer_local,
-            preferred_node: None,
         }))
     }
 
@@ -185,11 +197,15 @@ impl PutOptions {
         let stripes = o.stripes.map_or("None".to_owned(), |stripes| stripes.to_string());
         let ttl = o.ttl.map_or("None".to_owned(), |ttl| ttl.as_secs_f64().to_string());
         let pin = format!("{:?}", o.pin).to_lowercase();
+        let spread = o.spread.map_or("None".to_owned(), |spread| format!("'{spread}'"));
+        let prefer: Vec<String> = o.prefer.iter().map(|place| format!("'{place}'")).collect();
         format!(
-            "PutOptions(replicas={}, replicas_min={}, stripes={stripes}, overwrite={}, ttl={ttl}, pin={pin:?}, prefer_local={})",
+            "PutOptions(replicas={}, replicas_min={}, disk_replicas={}, stripes={stripes}, overwrite={}, ttl={ttl}, pin={pin:?}, spread={spread}, prefer=[{}], prefer_local={})",
             o.replicas,
             o.replicas_min,
+            o.disk_replicas,
             python_bool(o.upsert),
+            prefer.join(", "),
             python_bool(o.prefer_local),
         )
     }
@@ -215,5 +231,15 @@ pub(crate) fn put_options(
         (Some(_), Some(_)) => {
             Err(PyTypeError::new_err("pass options as PutOptions or as keywords, not both"))
         }
+    }
+}
+
+/// Parses the name of a pin class.
+pub(crate) fn pin_class(pin: &str) -> PyResult<PinClass> {
+    match pin {
+        "none" => Ok(PinClass::None),
+        "soft" => Ok(PinClass::Soft),
+        "hard" => Ok(PinClass::Hard),
+        other => Err(errors::argument(format!("pin must be \"none\", \"soft\" or \"hard\", not {other:?}"))),
     }
 }

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::{Keys, PutOptions, key, put_options, same_length};
+use crate::arguments::{Keys, PutOptions, key, pin_class, put_options, same_length};
 use crate::array::{Source, Target};
 use crate::errors;
 use crate::loop_queue::{LoopQueue, running_loop, runtime};
@@ -429,6 +429,22 @@ impl AsyncStore {
         let keys = all_owned(keys)?;
         let done = |py: Python<'_>, outcomes| Ok(errors::batch(py, outcomes)?.unbind());
         self.call(py, |client| async move { client.touch(keys).await }, done)
+    }
+
+    /// As Store.set_pin.
+    fn set_pin<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>, pin: &str) -> Awaitable<'py> {
+        let (keys, pin) = (vec![owned(key)?], pin_class(pin)?);
+        let set = move |client: moontide_client::AsyncStore| async move {
+            client.set_pin(keys, pin).await?.pop().expect("one result per key")
+        };
+        self.call(py, set, plain)
+    }
+
+    /// As Store.batch_set_pin.
+    fn batch_set_pin<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>, pin: &str) -> Awaitable<'py> {
+        let (keys, pin) = (all_owned(keys)?, pin_class(pin)?);
+        let done = |py: Python<'_>, outcomes| Ok(errors::batch(py, outcomes)?.unbind());
+        self.call(py, move |client| async move { client.set_pin(keys, pin).await }, done)
     }
 
     /// As Store.prefetch.

@@ -21,6 +21,7 @@ mod errors;
 mod invalidations;
 mod local;
 mod loop_queue;
+mod operators;
 mod pinned;
 mod process;
 mod rank_store;

@@ -3,18 +3,19 @@
 use bytes::Bytes;
 use moontide_client::{GetInto, ObjectRef, PutItem, PutOutcome, StoreConfig, StoreError};
 use moontide_settings::{Origin, process_environment};
-use moontide_types::NodeId;
 use moontide_types::tensor::{TENSOR_HEADER_BYTES, TensorHeader};
+use moontide_types::{NodeId, SegmentId};
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::addresses;
-use crate::arguments::{Keys, PutOptions, key, put_options, same_length, set_named};
+use crate::arguments::{Keys, PutOptions, key, pin_class, put_options, same_length, set_named};
 use crate::array::{Array, Source, Target};
 use crate::errors;
 use crate::invalidations::Invalidations;
+use crate::operators;
 use crate::process::{ProcessLocal, unusable_error};
 use crate::tensor::{Tensor, header_of, no_tensor};
 use crate::view::View;
@@ -475,6 +476,29 @@ impl Store {
         errors::batch(py, found)
     }
 
+    /// Changes how an object resists eviction: "none", "soft" (evicted last) or "hard" (never). Returns whether it exists.
+    ///
+    /// >>> _ = store.put("prompt", b"system")
+    /// >>> store.set_pin("prompt", "hard"), store.stat("prompt")["pin"]
+    /// (True, 'hard')
+    fn set_pin(&self, py: Python<'_>, key: &Bound<'_, PyAny>, pin: &str) -> PyResult<bool> {
+        let (key, pin) = (self::key(key)?, pin_class(pin)?);
+        self.call(py, |client| client.set_pin(&[key], pin).pop().expect("one result per key"))
+    }
+
+    /// As set_pin, for many objects. Raises BatchError if any failed.
+    fn batch_set_pin<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'py, PyAny>,
+        pin: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let (keys, pin) = (Keys::of(keys)?, pin_class(pin)?);
+        let keys = keys.bytes()?;
+        let found = self.call(py, |client| Ok(client.set_pin(&keys, pin)))?;
+        errors::batch(py, found)
+    }
+
     /// Promotes objects from disk to memory. Returns for each whether it exists. Raises BatchError if any failed.
     fn prefetch<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let keys = Keys::of(keys)?;
@@ -512,25 +536,68 @@ impl Store {
     /// Returns the metadata of an object as a dict, or None if the key does not exist.
     fn stat<'py>(&self, py: Python<'py>, key: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let key = self::key(key)?;
-        let Some(info) = self.call(py, |client| client.stat(key))? else { return Ok(None) };
+        let info = self.call(py, |client| client.stat(key))?;
+        info.map(|info| operators::object_dict(py, &info)).transpose()
+    }
+
+    /// As stat, for many objects. Raises BatchError if any failed.
+    fn batch_stat<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let keys = Keys::of(keys)?;
+        let keys = keys.bytes()?;
+        let infos = self.call(py, |client| Ok(client.stat_batch(&keys)))?;
+        let mut dicts = Vec::with_capacity(infos.len());
+        for info in infos {
+            dicts.push(match info {
+                Ok(info) => Ok(info.map(|info| operators::object_dict(py, &info)).transpose()?),
+                Err(error) => Err(error),
+            });
+        }
+        errors::batch(py, dicts)
+    }
+
+    /// Returns the tenants with quota and usage, one dict per tenant.
+    fn tenants<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let tenants = self.call(py, moontide_client::Store::tenants)?;
+        tenants.iter().map(|tenant| operators::tenant_dict(py, tenant)).collect()
+    }
+
+    /// Sets the quota of a tenant, which need not be the one of this store: bytes in memory, and objects; 0 is no limit.
+    #[pyo3(signature = (tenant, bytes_max=0, objects_max=0))]
+    fn set_tenant_quota(
+        &self,
+        py: Python<'_>,
+        tenant: &str,
+        bytes_max: u64,
+        objects_max: u64,
+    ) -> PyResult<()> {
+        self.call(py, |client| client.set_tenant_quota(tenant, bytes_max, objects_max))
+    }
+
+    /// Evicts objects until at most this share of the memory is used: 0.0 to 1.0. Returns a dict with the number of objects
+    /// that leave memory, and their bytes. With a disk tier they move to disk in the background.
+    fn evict<'py>(&self, py: Python<'py>, usage: f64) -> PyResult<Bound<'py, PyDict>> {
+        let target = operators::permille(usage)?;
+        let evicted = self.call(py, |client| client.evict(target))?;
         let dict = PyDict::new(py);
-        dict.set_item("size", info.len)?;
-        dict.set_item("pin", format!("{:?}", info.pin).to_lowercase())?;
-        dict.set_item("version", info.epoch.bits())?;
-        dict.set_item("writing", info.writing)?;
-        let expires = (info.expires_unix_ms > 0).then(|| info.expires_unix_ms as f64 / 1e3);
-        dict.set_item("expires", expires)?;
-        let replicas = info.stripes.iter().map(|stripe| {
-            let location = PyDict::new(py);
-            location.set_item("node", node_name(stripe.node))?;
-            location.set_item("medium", stripe.medium.name())?;
-            location.set_item("replica", stripe.replica)?;
-            location.set_item("offset", stripe.offset)?;
-            location.set_item("size", stripe.len)?;
-            Ok(location)
-        });
-        dict.set_item("locations", replicas.collect::<PyResult<Vec<_>>>()?)?;
-        Ok(Some(dict))
+        dict.set_item("objects", evicted.objects)?;
+        dict.set_item("bytes", evicted.bytes)?;
+        Ok(dict)
+    }
+
+    /// Returns the segments of all nodes, or of one, one dict per segment.
+    #[pyo3(signature = (node=None))]
+    fn segments<'py>(&self, py: Python<'py>, node: Option<&str>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let node = node.map(node_of).transpose()?;
+        let segments = self.call(py, |client| client.segments(node))?;
+        segments.iter().map(|segment| operators::segment_dict(py, segment)).collect()
+    }
+
+    /// Starts the drain of one segment: it gets no new objects, and those in it move to other segments, or with `evict` are
+    /// evicted unless they are in use. segments() tells how far it is.
+    #[pyo3(signature = (node, segment, evict=false))]
+    fn drain_segment(&self, py: Python<'_>, node: &str, segment: u32, evict: bool) -> PyResult<()> {
+        let node = node_of(node)?;
+        self.call(py, |client| client.drain_segment(node, SegmentId(segment), evict))
     }
 
     /// Returns the registered nodes, one dict per node.
@@ -622,7 +689,7 @@ fn node_of(name: &str) -> PyResult<NodeId> {
 }
 
 /// Returns a node id in the format of the command line.
-fn node_name(node: NodeId) -> String {
+pub(crate) fn node_name(node: NodeId) -> String {
     node.to_string()
 }
 

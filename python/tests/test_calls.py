@@ -37,6 +37,8 @@ def test_missing_key_returns_none_or_false(caller, key):
     assert caller.batch_remove([nothing]) == [False]
     assert caller.batch_touch([nothing]) == [False]
     assert caller.batch_get_view([nothing]) == [None]
+    assert caller.set_pin(nothing, "hard") is False
+    assert caller.batch_set_pin([nothing], "hard") == [False]
 
 
 def test_missing_key_is_none_in_stat_and_key_error_in_mapping(either, key):
@@ -257,6 +259,8 @@ WRONG_OPTIONS = [
     ({"replicas": 9}, ValueError, "replicas must be 1 to 8"),
     ({"replicas": 2, "replicas_min": 3}, ValueError, "replicas_min"),
     ({"replicas_min": 0}, ValueError, "replicas_min"),
+    ({"disk_replicas": 2}, ValueError, "disk_replicas must be 0 to the number of replicas"),
+    ({"disk_replicas": -1}, ValueError, "disk_replicas"),
     ({"stripes": 0}, ValueError, "stripes"),
     ({"stripes": 1025}, ValueError, "stripes"),
     ({"ttl": -1}, ValueError, "ttl must be a number of seconds"),
@@ -267,6 +271,12 @@ WRONG_OPTIONS = [
     ({"cohort": b"c" * 65}, ValueError, "cohort"),
     ({"cohort": b""}, ValueError, "cohort"),
     ({"cohort": 3}, TypeError, "."),
+    ({"prefer": ["127.0.0.1:7500"]}, ValueError, "prefer: .* is not a place"),
+    ({"prefer": ["0" * 16] * 9}, ValueError, "prefer must be at most 8 places"),
+    ({"prefer": "0" * 16}, TypeError, "."),
+    ({"prefer": [7]}, TypeError, "."),
+    ({"spread": "row"}, ValueError, "spread must be"),
+    ({"spread": 1}, TypeError, "."),
     ({"color": "blue"}, TypeError, "color"),
     ({"options": {"ttl": 1}}, TypeError, "PutOptions"),
     ({"options": moontide.PutOptions(), "ttl": 1}, TypeError, "not both"),
@@ -288,7 +298,17 @@ def test_invalid_put_options_are_rejected(caller, key, options, kind, text):
 
 def test_all_put_options_are_accepted(caller, store, key):
     options = moontide.PutOptions(
-        replicas=2, replicas_min=1, stripes=1, overwrite=True, ttl=60, pin="soft", cohort="c", prefer_local=False
+        replicas=2,
+        replicas_min=1,
+        disk_replicas=2,
+        stripes=1,
+        overwrite=True,
+        ttl=60,
+        pin="soft",
+        cohort="c",
+        spread=None,
+        prefer=["0" * 16],
+        prefer_local=False,
     )
     assert caller.put(key("a"), b"1", options)
     assert caller.put_from(key("b"), [b"1"], options)
@@ -301,7 +321,7 @@ def test_all_put_options_are_accepted(caller, store, key):
 
 
 def test_put_options_have_repr_and_equality():
-    options = moontide.PutOptions(replicas=2, ttl=1.5, pin="hard")
+    options = moontide.PutOptions(replicas=2, disk_replicas=1, ttl=1.5, pin="hard", spread="zone", prefer=["0123456789abcdef/7", "f" * 16])
     assert eval(repr(options), {"PutOptions": moontide.PutOptions}) == options
     assert options != moontide.PutOptions(replicas=2)
     assert moontide.PutOptions(cohort="a") == moontide.PutOptions(cohort=b"a")
@@ -324,6 +344,37 @@ def test_replicas_are_on_different_nodes(caller, store, key):
     locations = store.stat(key("a"))["locations"]
     assert len({location["node"] for location in locations}) == 2
     assert {location["replica"] for location in locations} == {0, 1}
+
+
+def test_preferred_nodes_hold_the_replicas_in_order(caller, store, key):
+    nodes = [node["node"] for node in store.nodes()]
+    for number, node in enumerate(nodes * 3):
+        assert caller.put(key(f"a{number}"), b"there", prefer=[node])
+        assert [location["node"] for location in store.stat(key(f"a{number}"))["locations"]] == [node]
+    for number, order in enumerate([nodes, nodes[::-1]]):
+        # The first node does not exist.
+        assert caller.put(key(f"b{number}"), b"there", replicas=2, prefer=["0" * 16, *order])
+        assert [location["node"] for location in store.stat(key(f"b{number}"))["locations"]] == order[:2]
+
+
+def test_preferred_segment_holds_the_object(own_cluster):
+    # A segment has objects of one group, and a cluster of one group has one segment in each node.
+    cluster = own_cluster(nodes=2)
+    with moontide.Store(cluster.master) as store:
+        for number, node in enumerate([node["node"] for node in store.nodes()] * 2):
+            assert store.put(f"a{number}", b"there", prefer=[f"{node}/7", f"{node}/0"], prefer_local=False)
+            assert [location["node"] for location in store.stat(f"a{number}")["locations"]] == [node]
+
+
+def test_spread_places_replicas_apart_or_not_at_all(caller, store, key):
+    # All nodes of the cluster are on this host, and have no other labels: these are equal to nothing, but a host is in
+    # one rack.
+    for spread in ("host", "rack", "zone"):
+        assert caller.put(key(spread), b"apart", replicas=2, spread=spread)
+        assert len(store.stat(key(spread))["locations"]) == 1
+        with pytest.raises(moontide.NoSpace, match=f"different {spread}s"):
+            caller.put(key("all"), b"apart", replicas=2, replicas_min=2, spread=spread)
+        assert not caller.exists(key("all"))
 
 
 def test_put_fails_when_nodes_are_fewer_than_replicas_min(own_cluster):
@@ -555,3 +606,38 @@ def test_drained_node_is_empty_and_nothing_is_lost(own_cluster):
             store.drain_node("0000000000000123")
         with pytest.raises(ValueError, match="16 hexadecimal"):
             store.drain_node("here")
+
+
+def test_set_pin_changes_the_class(caller, either, key):
+    names = [key("a"), key("b"), key("nothing")]
+    assert caller.batch_put(names[:2], [b"1", b"2"]) == [True, True]
+    assert caller.set_pin(names[0], "hard") is True
+    assert caller.batch_set_pin(names, "soft") == [True, True, False]
+    with pytest.raises(moontide.InvalidArgument, match="pin must be"):
+        caller.set_pin(names[0], "very")
+    assert [stat and stat["pin"] for stat in either.batch_stat(names)] == ["soft", "soft", None]
+
+
+def test_operators_calls():
+    with moontide.dev(64 << 20) as dev, dev.store() as store, dev.store(tenant="team") as team:
+        store.set_tenant_quota("team", objects_max=5)
+        for number in range(20):
+            team.put(f"{number}", bytes(1000))
+        store.put("pinned", b"x", pin="hard")
+        by_name = {tenant["tenant"]: tenant for tenant in store.tenants()}
+        assert by_name["team"]["objects"] <= 5
+        assert by_name["team"]["objects_max"] == 5 and by_name["team"]["bytes_max"] == 0
+        node = store.nodes()[0]["node"]
+        segments = store.segments()
+        assert segments == store.segments(node) and store.segments("0000000000000001") == []
+        assert {segment["state"] for segment in segments} == {"serving"}
+        assert sum(segment["live_bytes"] for segment in segments) > 0
+        assert store.evict(0.0)["objects"] == by_name["team"]["objects"]
+        assert team.keys() == [] and store.keys() == [b"pinned"]
+        for share in (-0.1, 1.1, float("nan")):
+            with pytest.raises(moontide.InvalidArgument, match=r"0\.0 to 1\.0"):
+                store.evict(share)
+        store.drain_segment(node, segments[0]["segment"], evict=True)
+        assert "draining" in {segment["state"] for segment in store.segments(node)}
+        with pytest.raises(moontide.NotFound):
+            store.drain_segment(node, 4000)

@@ -48,7 +48,14 @@ def test_master_flags_on_all_interfaces_add_advertise_addresses():
     frame_port = words["--frame-listen"].rpartition(":")[2]
     assert words["--frame-advertise"].endswith(f":{frame_port}")
     assert words["--admin-listen"] == "0.0.0.0:9003"
+    assert words["--insecure-no-tls"] == "true"
     assert not left
+
+
+def test_programs_with_certificate_do_not_allow_peers_without_tls(monkeypatch):
+    monkeypatch.setenv("MOONTIDE_CA", "ca.pem")
+    assert "--insecure-no-tls" not in master("--port=50052")[0]
+    assert "--insecure-no-tls" not in node("--host=0.0.0.0")[0]
 
 
 def test_eviction_flags_are_translated():

@@ -201,6 +201,37 @@ def test_setup_with_segment_stores_objects_in_this_process(empty_pool):
     assert store.close() == 0
 
 
+def test_preferred_segments_hold_the_replicas_in_order(empty_pool):
+    stores = [set_up(empty_pool, segment_bytes=64 * MIB) for _ in range(3)]
+    names = [store.get_hostname() for store in stores]
+
+    def endpoints(key):
+        replicas = stores[0].get_replica_desc(key)
+        return [replica.get_memory_descriptor().buffer_descriptor.transport_endpoint for replica in replicas]
+
+    config = ReplicateConfig()
+    buffer = bytearray(b"from an address")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    assert stores[0].register_buffer(address, len(buffer)) == 0
+    for number, name in enumerate(names * 2):
+        config.preferred_segment = name
+        assert stores[0].put(f"one-{number}", b"there", config) == 0
+        assert stores[0].batch_put_from([f"from-{number}"], [address], [len(buffer)], config) == [0]
+        assert endpoints(f"one-{number}") == endpoints(f"from-{number}") == [name]
+    config = ReplicateConfig()
+    config.replica_num = 2
+    config.preferred_segments = ["no:1", names[2], "unknown", names[0]]
+    for number in range(4):
+        assert stores[1].put(f"two-{number}", b"there", config) == 0
+        assert endpoints(f"two-{number}") == [names[2], names[0]]
+    # A preference is a wish: the segment may be gone.
+    stores[2].close()
+    assert stores[1].put("gone", b"there", config) == 0
+    assert names[0] in endpoints("gone")
+    for store in stores[:2]:
+        store.close()
+
+
 def test_small_segment_is_rounded_up(empty_pool):
     store = set_up(empty_pool, segment_bytes=1 * MIB)
     assert store.put("k", bytes(MIB)) == 0

@@ -8,6 +8,7 @@ import threading
 import pytest
 from mooncake_support import MIB, set_up
 
+import moontide
 from moontide.compat.mooncake import (
     MooncakeDistributedStore,
     ObjectDataType,
@@ -250,6 +251,24 @@ def test_hard_pinned_object_is_removed_only_by_force(store):
     assert store.remove_by_regex("^pinned") == 0
     assert store.get("pinned") == b"x"
     assert store.remove("pinned", True) == 0
+
+
+def test_pins_of_replicate_config_are_those_of_the_object(store, pool):
+    plain = moontide.Store(pool)
+    for name, fields, pin in [
+        ("none", {}, "none"),
+        ("soft", {"with_soft_pin": True}, "soft"),
+        ("action", {"soft_pin_action": SoftPinAction.ENABLE}, "soft"),
+        ("hard", {"with_hard_pin": True}, "hard"),
+        ("both", {"with_soft_pin": True, "with_hard_pin": True}, "hard"),
+    ]:
+        config = ReplicateConfig()
+        for field, value in fields.items():
+            setattr(config, field, value)
+        assert store.put(name, b"x", config) == 0
+        assert plain.stat(name)["pin"] == pin
+    store.remove_all(True)
+    plain.close()
 
 
 def test_remove_all_keeps_hard_pinned_objects(store):

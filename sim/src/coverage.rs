@@ -18,6 +18,8 @@ pub const COINCIDENCES: &[&str] = &[
     "copy cancelled before its begin",
     "copy cancelled between begin and publication",
     "source of a copy is gone",
+    "record copied to the host of its readers",
+    "record moved for the balance of the nodes",
     "log of removals replaced after a failed write",
     "disk full at a removal",
     "self-fence while a peer reads",

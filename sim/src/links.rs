@@ -115,7 +115,19 @@ impl Links {
         self.nodes.borrow_mut().push((process, node));
     }
 
-    /// A process was killed: none of its calls is waited for.
+    /// A process was killed: the kernel of its host closes its connections, which the masters notice as far as the network
+    /// lets them.
+    pub(crate) fn close_connections(&self, process: Process) {
+        let calls = self.calls.borrow();
+        let is_open = CallKind::Session { is_open: true };
+        for (&stream, call) in
+            calls.iter().filter(|(_, call)| call.process == process && call.kind == is_open)
+        {
+            self.send_from(call, Message::StreamEnd { stream, code: None });
+        }
+    }
+
+    /// A process has ended: none of its calls is waited for.
     pub(crate) fn killed(&self, process: Process) {
         self.nodes.borrow_mut().retain(|(known, _)| *known != process);
         self.calls.borrow_mut().retain(|_, call| call.process != process);

@@ -1,5 +1,7 @@
 //! The command of the simulation; [`command`] in a build with `--cfg sim`.
 
+#![forbid(unsafe_code)]
+
 #[cfg(sim)]
 mod command;
 

@@ -20,7 +20,7 @@ use moontide_master::election::{ClusterState, MasterAddresses};
 use moontide_master::{Role, Service, ServiceConfig, SessionStream};
 use moontide_proto::convert::{OutcomesResponse, PutStartResponse, Wire};
 use moontide_proto::limits::TIMEOUT_MS_MAX;
-use moontide_proto::{CodesBuilder, v1};
+use moontide_proto::{CapabilitySecret, CodesBuilder, v1};
 use moontide_types::{Clock, ErrorCode, MonoTime, Term};
 
 use self::election_io::{ElectionIo, Reply};
@@ -52,6 +52,17 @@ pub(crate) const CLUSTER: u64 = 1;
 /// Where nodes reach a master.
 pub(crate) fn address_of(index: usize) -> String {
     format!("master-{index}:1")
+}
+
+/// The secret that a process of a master draws.
+fn secret_of(index: usize, incarnation: u32, seed: u64) -> CapabilitySecret {
+    let mut secret = [0; 32];
+    let words = [seed, index as u64, incarnation.into()];
+    secret
+        .chunks_exact_mut(8)
+        .zip(words)
+        .for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
+    CapabilitySecret::new(secret)
 }
 
 /// Where a master is reached.
@@ -110,6 +121,11 @@ impl Master {
             groups,
             session_ttl: plan.session_ttl,
             repair_delay: plan.repair_delay,
+            rebalance_bytes_per_s: plan.rebalance_bytes_per_s,
+            hot_copy_bytes: plan.hot_copy_bytes,
+            hot_copy_idle: plan.hot_copy_idle,
+            capability_secret: secret_of(index, cx.incarnation, seed),
+            capability_rotation: plan.capability_rotation,
             seed,
             multi_master: plan.multi_master,
             exclusions: exclusions.borrow().clone(),

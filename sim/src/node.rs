@@ -34,6 +34,9 @@ use crate::rng::SimRng;
 /// How long a node works on a request at most. A client gives up before.
 const SERVE_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// What a read of an object counts: a server samples one read in this number of bytes.
+const SAMPLED_BYTES: u64 = 1 << 20;
+
 /// How many requests of clients come, or are read, slowly.
 const SLOW_PERMILLE: u32 = 30;
 
@@ -153,6 +156,10 @@ impl NodeHost {
         }
         let Some((process, running)) = self.process.take() else { return false };
         process.kill();
+        // A host without power closes nothing: its masters wait for the end of the session.
+        if !self.lost_power {
+            links.close_connections(process);
+        }
         links.killed(process);
         running.take();
         true
@@ -225,8 +232,14 @@ impl NodeHost {
         set_files_fail(&self.dir(), false);
     }
 
-    /// A request of a client arrives. A process that has not started does not answer.
-    pub(crate) fn ask(&self, from: ProcessId, call: u64, ask: NodeOp, links: &Rc<Links>) {
+    /// A request of a client arrives, on whose host is the node `near`. A process that has not started does not answer.
+    pub(crate) fn ask(
+        &self,
+        (from, near): (ProcessId, Option<NodeId>),
+        call: u64,
+        ask: NodeOp,
+        links: &Rc<Links>,
+    ) {
         let Some((process, running)) = &self.process else { return };
         let Some(owner) = running.borrow().as_ref().map(|node| node.owner()) else { return };
         let (links, node) = (Rc::clone(links), ProcessId::Node(self.index));
@@ -235,7 +248,8 @@ impl NodeHost {
         let pause = rng.permille(SLOW_PERMILLE).then(|| rng.up_to(SERVE_TIMEOUT)).unwrap_or_default();
         process.spawn("moontide-serve", move || {
             let deadline = Instant::now() + SERVE_TIMEOUT;
-            let reply = serve(&*owner, from, &ask, deadline, pause).unwrap_or_else(NodeReply::Refused);
+            let reply =
+                serve(&*owner, (from, near), &ask, deadline, pause).unwrap_or_else(NodeReply::Refused);
             let message = Message::NodeReply { call, reply };
             links.send(Outgoing::Message { from: node, to: from, message });
         });
@@ -321,7 +335,7 @@ pub(crate) enum DiskFailure {
 /// Serves a request with the shipped code behind the sockets.
 fn serve(
     owner: &dyn Owner,
-    from: ProcessId,
+    (from, near): (ProcessId, Option<NodeId>),
     ask: &NodeOp,
     deadline: Instant,
     pause: Duration,
@@ -364,7 +378,11 @@ fn serve(
         }
         NodeOp::Read { id, epoch, handle } => {
             let op = Target::of(handle, *id, *epoch).to_wire(OpKind::Read, 0, handle.stripe_len);
-            Ok(NodeReply::Bytes(Payload(serve_read(owner, &op, deadline, waits)?)))
+            let bytes = serve_read(owner, &op, deadline, waits)?;
+            if let Some(near) = near.filter(|&near| near != owner.node()) {
+                owner.on_remote_reads(near, &op, SAMPLED_BYTES);
+            }
+            Ok(NodeReply::Bytes(Payload(bytes)))
         }
     }
 }

@@ -59,6 +59,14 @@ pub struct RunPlan {
     pub copy_bytes_per_s: u64,
     /// Time from the loss of replicas until masters have them made again.
     pub repair_delay: Duration,
+    /// Bytes per second that each node may receive from fuller ones.
+    pub rebalance_bytes_per_s: u64,
+    /// Bytes of an object that the clients of a host must read for a copy there; a read counts a mebibyte.
+    pub hot_copy_bytes: u64,
+    /// Time after which such a copy is released if it is not read.
+    pub hot_copy_idle: Duration,
+    /// Interval at which nodes get new keys for capabilities.
+    pub capability_rotation: Duration,
     /// Disk of each node.
     pub disk: Option<DiskPlan>,
     /// How often a thread of a node is interrupted at a lock, a channel or the clock, per million.
@@ -173,6 +181,8 @@ impl RunPlan {
         let mut faults = Vec::new();
         let happens = |kind: &FaultKind| mean_ms(*kind) > 0 && (shared || !kind.is_of_many_masters());
         let mut disk_rng = SimRng::new(seed ^ 0xd15c);
+        let mut moves_rng = SimRng::new(seed ^ 0x6d6f);
+        let mut keys_rng = SimRng::new(seed ^ 0x6b65);
         let disk = (disk_rng.below(3) > 0).then(|| DiskPlan::draw(&mut disk_rng));
         let happens = |kind: &FaultKind| happens(kind) && (disk.is_some() || !kind.is_of_disks());
         let kinds = FaultKind::ALL.iter().copied().filter(happens);
@@ -208,6 +218,10 @@ impl RunPlan {
             stable_node_ids: rng.permille(500),
             copy_bytes_per_s: disk_rng.choose(&[0, 0, 64 << 10]),
             repair_delay: Duration::from_secs(disk_rng.choose(&[0, 3, 10])),
+            rebalance_bytes_per_s: moves_rng.choose(&[0, 64 << 10, 1 << 30]),
+            hot_copy_bytes: moves_rng.choose(&[0, 1 << 20, 3 << 20]),
+            hot_copy_idle: Duration::from_secs(moves_rng.choose(&[1, 4, 20])),
+            capability_rotation: Duration::from_secs(keys_rng.choose(&[1, 3, 20, 300])),
             disk,
             switch_per_million: rng.choose(&[0, 1_000, 10_000]),
             stall_per_million: rng.choose(&[0, 0, 2, 20]),

@@ -14,7 +14,7 @@ use moontide_master::election::RegistryState;
 use moontide_proto::v1;
 use moontide_rt::sim::{self, FailureKind, WorldConfig};
 use moontide_rt::{thread, with_mutation};
-use moontide_types::MonoTime;
+use moontide_types::{MonoTime, NodeId};
 
 use crate::client::{Client, Mode};
 use crate::clock::HostClock;
@@ -426,7 +426,10 @@ impl World {
             }
             ProcessId::Node(index) => {
                 match message {
-                    Message::Ask { call, ask } => self.node_hosts[index].ask(from, call, ask, &self.links),
+                    Message::Ask { call, ask } => {
+                        let near = self.near_node(from);
+                        self.node_hosts[index].ask((from, near), call, ask, &self.links);
+                    }
                     Message::Fetch { call, node, request } => {
                         self.node_hosts[index].fetch(from, call, (node, request), &self.links);
                     }
@@ -475,6 +478,12 @@ impl World {
             }
             _ => Ok(()), // timer of an earlier incarnation
         }
+    }
+
+    /// Returns the node on the host of a client.
+    fn near_node(&self, process: ProcessId) -> Option<NodeId> {
+        let ProcessId::Client(client) = process else { return None };
+        self.node_hosts[client % self.node_hosts.len()].id()
     }
 
     /// Puts a master back after an event, or removes it if it has retired.

@@ -36,8 +36,11 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<(), CommandError> {
 }
 
 pub(crate) fn command(options: &Options) -> Command {
-    let test = "test --release --locked -p moontide-cli --test chaos -- --ignored --nocapture";
-    let command = Command::cargo(test)
+    // The program as it ships. Only nodes that can delay their syncs need another build.
+    let features = if options.slow_disks { "--features moontide-disk/testing " } else { "" };
+    let test =
+        format!("test --release --locked -p moontide-cli {features}--test chaos -- --ignored --nocapture");
+    let command = Command::cargo(&test)
         .env("MOONTIDE_CHAOS_SECONDS", &options.seconds.to_string())
         .env("MOONTIDE_CHAOS_MASTERS", &options.masters.to_string())
         .env("MOONTIDE_CHAOS_SLOW_DISKS", &options.slow_disks.to_string());
@@ -65,5 +68,12 @@ mod tests {
             assert!(line.contains(part), "{line}");
         }
         assert!(!command(&Options::default()).to_string().contains("MOONTIDE_SEED"));
+    }
+
+    #[test]
+    fn only_slow_disks_need_another_build_than_the_shipped_one() {
+        let slow = Options { slow_disks: true, ..Options::default() };
+        assert!(command(&slow).to_string().contains("--features moontide-disk/testing --test chaos"));
+        assert!(!command(&Options::default()).to_string().contains("--features"));
     }
 }

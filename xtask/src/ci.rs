@@ -4,12 +4,13 @@
 //! line with the counts. [`plan`] is pure: what a step runs follows from the [`Machine`] alone.
 //!
 //! Invariants: a run stops at the first step that fails. A step that cannot run on this machine says so and counts as
-//! neither passed nor failed; under `CI=true` it fails.
+//! neither passed nor failed; under `CI=true` it fails, except for [`advisories`].
 
 use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
+use crate::advisories;
 use crate::chaos;
 use crate::command::{Command, CommandError};
 use crate::examples;
@@ -30,6 +31,7 @@ const SMOKE_BENCHES: &[(&str, &str)] = &[
     ("moontide-heap", "local_get"),
     ("moontide-types", "digest"),
     ("moontide-types", "object_ids"),
+    ("moontide-proto", "capabilities"),
 ];
 
 /// Benchmarks of the command `moontide` at a small size. In process, nothing may be twice as slow as its target at the
@@ -53,6 +55,15 @@ const BENCH_RUNS_MAX: u32 = 3;
 const CHAOS_SECONDS: u32 = 60;
 /// CI repeats the same faults. The long form draws a new seed.
 const CHAOS_SEED: u64 = 101;
+
+/// Models for loom, built at once: cargo chooses the features of dependencies for all packages that it builds, so that one
+/// package after the other would compile many of them again.
+const LOOM_MODELS: &str = "-p moontide-heap -p moontide-symmetric -p moontide-blocks \
+                           --test loom --test loom_barrier --test loom_ready_flag";
+
+/// Tests in simulated worlds, built at once for the same reason.
+const WORLDS: &str = "-p moontide-rt -p moontide-disk -p moontide-node -p moontide-sim \
+                      --test world --test crash_fibers --test explore --test seeds";
 
 /// CI repeats the same property tests, so that a change is judged by what it changed. `cargo nextest run` draws a new
 /// seed each time.
@@ -79,6 +90,7 @@ pub(crate) enum Step {
     Kernels,
     Fuzz,
     Deny,
+    Advisories,
     /// Part of `cargo xtask check` alone: the step `Test` runs these tests too.
     QuickTest,
 }
@@ -107,6 +119,7 @@ impl Step {
         Self::Kernels,
         Self::Fuzz,
         Self::Deny,
+        Self::Advisories,
     ];
 
     pub(crate) fn named(name: &str) -> Option<Self> {
@@ -133,6 +146,7 @@ impl Step {
             Self::Kernels => "kernels",
             Self::Fuzz => "fuzz",
             Self::Deny => "deny",
+            Self::Advisories => "advisories",
             Self::QuickTest => "quick-test",
         }
     }
@@ -162,7 +176,8 @@ impl Step {
                 "tensors of torch; the Triton kernels, interpreted, and compiled for NVIDIA and AMD GPUs"
             }
             Self::Fuzz => "each fuzz target for a few seconds",
-            Self::Deny => "licences, bans and sources of dependencies",
+            Self::Deny => "licences, bans, duplicates and sources of dependencies",
+            Self::Advisories => "no dependency has a known vulnerability; not run without the database",
             Self::QuickTest => "tests that kill no process, need no service and take seconds",
         }
     }
@@ -218,6 +233,7 @@ enum Plan {
     Wheel,
     Python,
     Kernels,
+    Advisories,
     /// The machine lacks something that the step needs.
     NotRun {
         reason: String,
@@ -298,6 +314,12 @@ fn perform(root: &Path, machine: &Machine, plan: Plan) -> Result<Outcome, StepEr
             python::run(root, machine, &python::Options { torch: true, ..Default::default() })?;
         }
         Plan::Fuzz { targets } => fuzz::run(root, machine, &targets, fuzz::SMOKE_SECONDS)?,
+        Plan::Advisories => {
+            if let Some(reason) = advisories::run(root)? {
+                println!("NOT RUN: {reason}");
+                return Ok(Outcome::NotRun);
+            }
+        }
         Plan::NotRun { reason } if machine.is_ci => return Err(StepError::Skipped(reason)),
         Plan::NotRun { reason } => {
             println!("NOT RUN: {reason}");
@@ -372,23 +394,17 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             let doc = Command::cargo("doc --workspace --no-deps --locked --document-private-items");
             commands([doc.env("RUSTDOCFLAGS", "-D warnings")])
         }
-        Step::Loom => commands([
-            model_check("loom", "-p moontide-heap --test loom", machine),
-            model_check("loom", "-p moontide-symmetric --test loom_barrier --test loom_ready_flag", machine),
-            model_check("loom", "-p moontide-blocks --test loom", machine),
-        ]),
+        Step::Loom => commands([model_check("loom", LOOM_MODELS)]),
         Step::Shuttle => commands([
-            model_check("shuttle", "-p moontide-heap --test shuttle", machine),
-            model_check("shuttle", "-p moontide-symmetric --test shuttle_barrier", machine),
-            model_check("shuttle", "-p moontide-transfer --lib", machine),
-            model_check("shuttle", "-p moontide-client --lib", machine),
+            model_check("shuttle", "-p moontide-heap --test shuttle"),
+            model_check("shuttle", "-p moontide-symmetric --test shuttle_barrier"),
+            model_check("shuttle", "-p moontide-transfer --lib"),
+            model_check("shuttle", "-p moontide-client --lib"),
         ]),
         Step::Fibers => commands([
-            simulation("-p moontide-rt --test world", machine),
-            simulation("-p moontide-disk --test crash_fibers", machine),
-            simulation("-p moontide-node --test explore", machine),
-            simulation("-p moontide-sim --lib --test seeds", machine),
-            simulation("-p moontide-sim --doc", machine),
+            sim::tests(WORLDS),
+            sim::tests("-p moontide-sim --lib"),
+            sim::tests("-p moontide-sim --doc"),
         ]),
         Step::BenchSmoke => {
             let benches = SMOKE_BENCHES.iter().map(|(package, bench)| {
@@ -419,10 +435,9 @@ fn plan(step: Step, machine: &Machine) -> Plan {
             None => Plan::Fuzz { targets: machine.fuzz_targets.clone() },
             Some(reason) => Plan::NotRun { reason },
         },
-        Step::Deny if machine.has_cargo_deny => {
-            commands([Command::cargo("deny check bans licenses sources")])
-        }
-        Step::Deny => Plan::NotRun {
+        Step::Deny if machine.has_cargo_deny => commands([deny()]),
+        Step::Advisories if machine.has_cargo_deny => Plan::Advisories,
+        Step::Deny | Step::Advisories => Plan::NotRun {
             reason: "cargo-deny is not installed (`cargo install --locked cargo-deny`)".to_owned(),
         },
     }
@@ -432,17 +447,17 @@ fn commands(commands: impl IntoIterator<Item = Command>) -> Plan {
     Plan::Commands { commands: commands.into_iter().collect(), note: None }
 }
 
-/// A model checker replaces the atomics of the whole build, hence a target directory of its own. The tests of the
-/// checker `name` are in the integration test of that name.
-fn model_check(name: &str, what: &str, machine: &Machine) -> Command {
-    Command::cargo(&format!("test --release {what} --locked"))
-        .env("RUSTFLAGS", &format!("--cfg {name}"))
-        .env("CARGO_TARGET_DIR", &format!("{}/{name}", machine.target_dir))
+/// An exception from a ban that is no longer needed fails as well: the next duplicate would hide behind it.
+fn deny() -> Command {
+    Command::cargo("deny --locked check bans licenses sources -D unmatched-skip -D unnecessary-skip")
 }
 
-/// Tests in simulated worlds. Optimised, since a run is many seeds.
-fn simulation(what: &str, machine: &Machine) -> Command {
-    sim::build(Command::cargo(&format!("test --release {what} --locked")), &machine.target_dir)
+/// A model checker replaces the atomics of our crates. A wrapper of rustc tells only these; what they depend on is that of
+/// other release builds, and cargo keeps the crates of each wrapper apart. The tests of the checker `name` are in the
+/// integration test of that name.
+fn model_check(name: &str, what: &str) -> Command {
+    Command::cargo(&format!("test --release {what} --locked"))
+        .env("RUSTC_WORKSPACE_WRAPPER", &format!("xtask/rustc/{name}"))
 }
 
 /// The table, how to repeat what failed, and the count as the last line.
@@ -465,6 +480,10 @@ fn summary(rows: &[Row]) -> String {
     let _ = writeln!(text, "{} passed, {} failed", count(Outcome::Passed), count(Outcome::Failed));
     text
 }
+
+#[cfg(test)]
+#[path = "../../crates/types/tests/support/not_run.rs"]
+mod not_run;
 
 #[cfg(test)]
 mod tests {
@@ -508,32 +527,43 @@ mod tests {
     }
 
     #[test]
-    fn model_checkers_use_own_target_dir_and_cfg() {
+    fn model_checkers_share_dependencies_with_release_builds() {
         assert_eq!(
             lines(plan(Step::Loom, &machine())),
-            [
-                "heap --test loom",
-                "symmetric --test loom_barrier --test loom_ready_flag",
-                "blocks --test loom"
-            ]
-            .map(|what| format!(
-                "RUSTFLAGS=\"--cfg loom\" CARGO_TARGET_DIR=target/loom \
-                 cargo test --release -p moontide-{what} --locked"
-            ))
+            ["RUSTC_WORKSPACE_WRAPPER=xtask/rustc/loom cargo test --release \
+              -p moontide-heap -p moontide-symmetric -p moontide-blocks \
+              --test loom --test loom_barrier --test loom_ready_flag --locked"]
         );
-        let elsewhere = Machine { target_dir: "/scratch".to_owned(), ..machine() };
-        assert!(lines(plan(Step::Shuttle, &elsewhere))[0].contains("CARGO_TARGET_DIR=/scratch/shuttle "));
+        for line in lines(plan(Step::Shuttle, &machine())) {
+            assert!(
+                line.starts_with("RUSTC_WORKSPACE_WRAPPER=xtask/rustc/shuttle cargo test --release "),
+                "{line}"
+            );
+        }
     }
 
     #[test]
-    fn simulated_worlds_use_own_target_dir_and_keep_assertions() {
-        let line = &lines(plan(Step::Fibers, &machine()))[1];
-        assert!(line.starts_with("RUSTFLAGS=\"--cfg sim ") && line.contains("-C debug-assertions"), "{line}");
-        assert!(line.contains(" CARGO_TARGET_DIR=target/sim "), "{line}");
-        assert!(
-            line.ends_with("cargo test --release -p moontide-disk --test crash_fibers --locked"),
-            "{line}"
-        );
+    fn wrapper_of_a_model_checker_adds_its_cfg() {
+        let root = crate::workspace_root();
+        for checker in ["loom", "shuttle"] {
+            let wrapper = root.join("xtask/rustc").join(checker);
+            let cfg =
+                Command::new(&wrapper.to_string_lossy(), &["rustc", "--print", "cfg"]).output(&root).unwrap();
+            assert!(cfg.lines().any(|line| line == checker), "{cfg}");
+        }
+    }
+
+    #[test]
+    fn simulated_worlds_keep_assertions_and_are_built_at_once() {
+        let lines = lines(plan(Step::Fibers, &machine()));
+        for line in &lines {
+            assert!(line.contains("--cfg sim ") && line.contains("-C debug-assertions"), "{line}");
+        }
+        for test in ["world", "crash_fibers", "explore", "seeds"] {
+            assert!(lines[0].contains(&format!("--test {test}")), "{}", lines[0]);
+        }
+        assert!(lines[1].ends_with("-p moontide-sim --lib --locked"), "{}", lines[1]);
+        assert!(lines[2].ends_with("-p moontide-sim --doc --locked"), "{}", lines[2]);
     }
 
     #[test]
@@ -553,7 +583,7 @@ mod tests {
     fn missing_optional_tools_are_reported_as_not_run() {
         let without = Machine { has_cargo_fuzz: false, has_cargo_deny: false, ..machine() };
         let without = Machine { has_etcd: false, ..without };
-        for step in [Step::Fuzz, Step::Deny, Step::Chaos] {
+        for step in [Step::Fuzz, Step::Deny, Step::Advisories, Step::Chaos] {
             assert!(matches!(plan(step, &without), Plan::NotRun { .. }), "{step:?}");
             assert!(!matches!(plan(step, &machine()), Plan::NotRun { .. }), "{step:?}");
         }
@@ -571,6 +601,75 @@ mod tests {
             };
             assert!(reason.contains("python3-venv"), "{reason}");
         }
+    }
+
+    #[test]
+    fn every_command_of_cargo_is_locked() {
+        for step in [Step::ALL, Step::CHECK].concat() {
+            let (Plan::Commands { commands, .. } | Plan::Benches { commands }) = plan(step, &machine())
+            else {
+                continue;
+            };
+            // `cargo fmt` resolves no dependencies.
+            for command in commands.iter().filter(|_| step != Step::Fmt) {
+                assert!(command.to_string().contains(" --locked"), "{command}");
+            }
+        }
+        let aliases = std::fs::read_to_string(crate::workspace_root().join(".cargo/config.toml")).unwrap();
+        assert!(aliases.contains("xtask = \"run --quiet --locked "), "{aliases}");
+    }
+
+    /// What cargo-deny says, with our settings, about a package with these dependencies, which lie in directories beside it.
+    fn bans_of(name: &str, dependencies: &[(&str, &str)]) -> Result<String, CommandError> {
+        let directory = std::env::temp_dir().join(format!("moontide-xtask-{name}-{}", std::process::id()));
+        let package = |at: &Path, name: &str, version: &str, more: &str| {
+            std::fs::create_dir_all(at.join("src")).unwrap();
+            std::fs::write(at.join("src/lib.rs"), "").unwrap();
+            let package =
+                format!("name = \"{name}\"\nversion = \"{version}\"\nedition = \"2024\"\npublish = false");
+            std::fs::write(at.join("Cargo.toml"), format!("[package]\n{package}\n{more}")).unwrap();
+        };
+        let mut more = "[workspace]\nexclude = [\"dependencies\"]\n[dependencies]\n".to_owned();
+        for (number, (name, version)) in dependencies.iter().enumerate() {
+            let path = format!("dependencies/{number}");
+            package(&directory.join(&path), name, version, "");
+            more += &format!("d{number} = {{ package = \"{name}\", path = \"{path}\" }}\n");
+        }
+        package(&directory, "fixture", "1.0.0", &more);
+        let root = crate::workspace_root();
+        let (manifest, config) = (directory.join("Cargo.toml"), root.join("deny.toml"));
+        let answer = Command::cargo("deny --offline --manifest-path")
+            .arg(&manifest.to_string_lossy())
+            .arg("--config")
+            .arg(&config.to_string_lossy())
+            .arg("check")
+            .arg("bans")
+            .output(&root);
+        std::fs::remove_dir_all(directory).unwrap();
+        answer
+    }
+
+    #[test]
+    fn second_tls_and_second_version_are_refused() {
+        if !Command::cargo("deny --version").succeeds(Path::new(".")) {
+            return not_run::not_run("cargo-deny is not installed");
+        }
+        bans_of("good", &[("rustls", "0.23.0"), ("other", "1.0.0")]).unwrap();
+        for banned in ["aws-lc-rs", "native-tls", "openssl", "openssl-sys", "rsa"] {
+            let error = bans_of("banned", &[(banned, "1.0.0")]).unwrap_err().to_string();
+            assert!(error.contains(&format!("crate '{banned} = 1.0.0' is explicitly banned")), "{error}");
+        }
+        let error = bans_of("twice", &[("other", "1.0.0"), ("other", "2.0.0")]).unwrap_err().to_string();
+        assert!(error.contains("found 2 duplicate entries for crate 'other'"), "{error}");
+    }
+
+    #[test]
+    fn bans_fail_on_exceptions_that_are_not_needed() {
+        let line = &lines(plan(Step::Deny, &machine()))[0];
+        assert!(
+            line.contains(" bans ") && line.ends_with(" -D unmatched-skip -D unnecessary-skip"),
+            "{line}"
+        );
     }
 
     #[test]

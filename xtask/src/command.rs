@@ -12,12 +12,14 @@ use std::process::{self, ExitStatus, Stdio};
 /// Variables of the caller that change what cargo builds, and the one that names a cargo without `+toolchain`.
 const NOT_INHERITED: &[&str] = &[
     "CARGO",
+    "CARGO_BUILD_RUSTC_WORKSPACE_WRAPPER",
     "CARGO_BUILD_RUSTFLAGS",
     "CARGO_CRATE_NAME",
     "CARGO_ENCODED_RUSTDOCFLAGS",
     "CARGO_ENCODED_RUSTFLAGS",
     "CARGO_PRIMARY_PACKAGE",
     "OUT_DIR",
+    "RUSTC_WORKSPACE_WRAPPER",
     "RUSTDOCFLAGS",
     "RUSTFLAGS",
 ];
@@ -49,6 +51,12 @@ impl Command {
     /// `cargo` followed by the words of `line`.
     pub(crate) fn cargo(line: &str) -> Self {
         Self::new("cargo", &line.split_whitespace().collect::<Vec<_>>())
+    }
+
+    #[must_use]
+    pub(crate) fn arg(mut self, word: &str) -> Self {
+        self.args.push(word.to_owned());
+        self
     }
 
     #[must_use]

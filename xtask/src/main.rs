@@ -3,16 +3,20 @@
 //! Owns the command line and its help. What the commands do lives beside it: [`ci`] runs every check in order,
 //! [`tidy`] holds the checks that no compiler makes, [`fuzz`] runs the fuzz targets, [`chaos`] injects faults into a
 //! cluster of real processes, [`sim`] simulates one, [`e2e`] runs inference engines on one, [`mutants`] enables bugs that
-//! tests must detect, [`retries`] counts the retried tests of a run, [`quickstart`] runs the first lines of README.md,
-//! [`examples`] the programs of `examples/`; [`wheel`] builds the Python package and [`python`] installs and tests it.
-//! [`machine`] lists what is installed, [`venv`] creates Python environments, [`elf`] reads programs, [`fakedriver`]
-//! builds the fake GPU driver of the tests, and [`command`] starts child processes in a known environment.
+//! tests must detect, [`retries`] counts the retried tests of a run, [`advisories`] looks for known vulnerabilities,
+//! [`quickstart`] runs the first lines of README.md, [`examples`] the programs of `examples/`; [`wheel`] builds the Python
+//! package and [`python`] installs and tests it. [`machine`] lists what is installed, [`venv`] creates Python environments,
+//! [`elf`] reads programs, [`closure`] lists what they are made of and [`sbom`] writes that down, [`fakedriver`] builds the
+//! fake GPU driver of the tests, and [`command`] starts child processes in a known environment.
 //!
 //! Invariants: nothing here ships; nothing here writes outside the target directory, but for the one file that
 //! [`wheel`] names.
 
+#![forbid(unsafe_code)]
+
 mod ci;
 
+mod advisories;
 mod chaos;
 mod examples;
 mod fuzz;
@@ -24,11 +28,13 @@ mod sim;
 mod tidy;
 mod wheel;
 
+mod closure;
 mod command;
 mod e2e;
 mod elf;
 mod fakedriver;
 mod machine;
+mod sbom;
 mod venv;
 
 use std::path::{Path, PathBuf};
@@ -47,7 +53,9 @@ commands:
       --list           list the steps and what each one is for
       --only <step>    run one step
   tidy                 check what no compiler checks: the direction of dependencies between our crates,
-                       paths named in ARCHITECTURE.md, links in every *.md, headers and lengths of sources
+                       paths named in ARCHITECTURE.md, links in every *.md, headers and lengths of sources,
+                       the number of `unsafe`
+      --unsafe         print the numbers of `unsafe` instead, in the form of xtask/unsafe.md
   fuzz [target]        run all fuzz targets, or one
       --seconds <n>    time for each target (default 60)
   chaos                kill, stop, partition and starve real processes while clients check every read;
@@ -66,6 +74,7 @@ commands:
   mutants              enable mutations, one at a time, and run the tests that must detect them
       --list           list the mutants, their impact on a user, and the test that detects each
       --only <name>    run one
+  sbom                 write the bill of materials of the program and the wheel into the target directory
   wheel                build the Python package and check what it requires of a system
       --zig            for systems with glibc 2.28 or later (default)
       --plain          for this machine only, with its own linker
@@ -116,6 +125,8 @@ enum XtaskError {
     Python(#[from] python::PythonError),
     #[error(transparent)]
     E2e(#[from] e2e::E2eError),
+    #[error(transparent)]
+    Sbom(#[from] sbom::SbomError),
 }
 
 /// A command line that was understood.
@@ -126,10 +137,12 @@ enum XtaskCommand {
     Ci { only: Option<ci::Step> },
     CiList,
     Tidy,
+    TidyUnsafe,
     Fuzz { target: Option<String>, seconds: u32 },
     Chaos(chaos::Options),
     Sim { args: Vec<String> },
     Mutants(mutants::Options),
+    Sbom,
     Wheel(wheel::Options),
     Python(python::Options),
     E2e(e2e::Options),
@@ -159,12 +172,14 @@ fn perform(request: XtaskCommand) -> Result<(), XtaskError> {
             ci::run(&root, &Machine::probe(&root), steps)?;
         }
         XtaskCommand::Tidy => tidy::run(&root)?,
+        XtaskCommand::TidyUnsafe => tidy::print_unsafe(&root)?,
         XtaskCommand::Fuzz { target, seconds } => {
             fuzz::run_named(&root, &Machine::probe(&root), target.as_deref(), seconds)?;
         }
         XtaskCommand::Chaos(options) => chaos::run(&root, &options)?,
-        XtaskCommand::Sim { args } => sim::run(&root, &Machine::probe(&root).target_dir, &args)?,
+        XtaskCommand::Sim { args } => sim::run(&root, &args)?,
         XtaskCommand::Mutants(options) => mutants::run(&root, &Machine::probe(&root).target_dir, &options)?,
+        XtaskCommand::Sbom => sbom::run(&root, &Machine::probe(&root))?,
         XtaskCommand::Wheel(options) => {
             wheel::run(&root, &Machine::probe(&root), &options)?;
         }
@@ -186,6 +201,7 @@ fn parse(args: &[String]) -> Result<XtaskCommand, XtaskError> {
             None => Err(XtaskError::Usage(format!("no step is called `{name}`; the steps:\n{}", ci::list()))),
         },
         ["tidy"] => Ok(XtaskCommand::Tidy),
+        ["tidy", "--unsafe"] => Ok(XtaskCommand::TidyUnsafe),
         ["fuzz", rest @ ..] => parse_fuzz(rest),
         ["chaos", rest @ ..] => parse_chaos(rest),
         ["sim", rest @ ..] => {
@@ -196,6 +212,7 @@ fn parse(args: &[String]) -> Result<XtaskCommand, XtaskError> {
         ["mutants", "--only", name] => {
             Ok(XtaskCommand::Mutants(mutants::Options { list: false, only: Some((*name).to_owned()) }))
         }
+        ["sbom"] => Ok(XtaskCommand::Sbom),
         ["wheel", rest @ ..] => parse_wheel(rest),
         ["python", rest @ ..] => parse_python(rest),
         ["e2e"] => Ok(XtaskCommand::E2e(e2e::Options::default())),
@@ -203,7 +220,7 @@ fn parse(args: &[String]) -> Result<XtaskCommand, XtaskError> {
         ["e2e", "--only", words] => {
             Ok(XtaskCommand::E2e(e2e::Options { full: false, only: Some((*words).to_owned()) }))
         }
-        [command @ ("ci" | "e2e" | "mutants" | "tidy"), rest @ ..] => {
+        [command @ ("ci" | "e2e" | "mutants" | "sbom" | "tidy"), rest @ ..] => {
             Err(XtaskError::Usage(format!("`{command}` does not know `{}`", rest.join(" "))))
         }
         [name, ..] => Err(XtaskError::Usage(format!("no command is called `{name}`"))),
@@ -350,6 +367,7 @@ mod tests {
         check("ci --only", None);
         check("ci --only nothing", None);
         check("tidy", Some(XtaskCommand::Tidy));
+        check("tidy --unsafe", Some(XtaskCommand::TidyUnsafe));
         check("tidy now", None);
         check("fuzz", fuzz(None, fuzz::LONG_SECONDS));
         check("fuzz frame", fuzz(Some("frame"), fuzz::LONG_SECONDS));
@@ -391,6 +409,8 @@ mod tests {
         check("e2e --only lmcache", e2e(false, Some("lmcache")));
         check("e2e --only", None);
 
+        check("sbom", Some(XtaskCommand::Sbom));
+        check("sbom now", None);
         let wheel = |plain, out: Option<&str>, free_threaded| {
             Some(XtaskCommand::Wheel(wheel::Options { plain, out: out.map(str::to_owned), free_threaded }))
         };

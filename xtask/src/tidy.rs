@@ -1,14 +1,17 @@
 //! `cargo xtask tidy`: conventions that no compiler checks.
 //!
 //! Owns the list of checks and the report. The checks are functions from facts to [`Finding`]s: [`crates`] checks
-//! dependencies, [`pages`] documentation, [`sources`] source files, [`words`] vocabulary, [`worlds`] what simulated worlds
-//! run. [`tree`] holds the files of the checkout, so that a test can construct a violation in memory.
+//! dependencies, [`pages`] documentation, [`sources`] source files, [`unsafe_code`] the number of `unsafe`, [`words`]
+//! vocabulary, [`workflows`] the rights of CI, [`worlds`] what simulated worlds run. [`tree`] holds the files of the checkout,
+//! so that a test can construct a violation in memory.
 
 mod crates;
 mod pages;
 mod sources;
 mod tree;
+mod unsafe_code;
 mod words;
+mod workflows;
 mod worlds;
 
 use std::fmt;
@@ -53,9 +56,8 @@ pub(crate) enum TidyError {
 /// Runs every check and prints every finding.
 pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     let tree = Tree::load(root)?;
-    let packages = crates::parse_metadata(
-        &Command::cargo("metadata --no-deps --format-version 1 --locked").output(root)?,
-    )?;
+    let metadata = Command::cargo("metadata --no-deps --format-version 1 --locked").output(root)?;
+    let packages = crates::parse_metadata(&metadata)?;
 
     let mut findings = crates::direction(&packages);
     findings.extend(crates::testing_feature(&packages));
@@ -74,13 +76,26 @@ pub(crate) fn run(root: &Path) -> Result<(), TidyError> {
     findings.extend(worlds::simulated_code_is_shipped(&tree));
     findings.extend(worlds::leaves_are_replaced(&tree));
     findings.extend(words::vocabulary(&tree));
+    findings.extend(workflows::harmless(&tree));
+    let (inventory, unread) = unsafe_code::inventory(&tree);
+    findings.extend(unread);
+    findings.extend(unsafe_code::ratchet(&tree, &inventory));
+    findings.extend(unsafe_code::forbidden(&tree, &unsafe_code::roots(&metadata)?, &inventory));
 
+    report(findings)?;
+    println!("tidy: {} crates and {} files are in order", packages.len(), tree.len());
+    Ok(())
+}
+
+/// Prints the table of the numbers of `unsafe`.
+pub(crate) fn print_unsafe(root: &Path) -> Result<(), TidyError> {
+    let (inventory, unread) = unsafe_code::inventory(&Tree::load(root)?);
+    print!("{}", unsafe_code::table(&inventory));
+    report(unread)
+}
+
+fn report(mut findings: Vec<Finding>) -> Result<(), TidyError> {
     findings.sort();
     findings.iter().for_each(|finding| println!("{finding}"));
-    if findings.is_empty() {
-        println!("tidy: {} crates and {} files are in order", packages.len(), tree.len());
-        Ok(())
-    } else {
-        Err(TidyError::Findings(findings.len()))
-    }
+    if findings.is_empty() { Ok(()) } else { Err(TidyError::Findings(findings.len())) }
 }

@@ -22,7 +22,7 @@ use crate::machine::Machine;
 use crate::venv::{self, Interpreter, Venv, VenvError};
 
 /// What an environment that builds wheels holds. Zig comes as a package, so that nothing has to be installed.
-const TOOLS: &[&str] = &["maturin==1.16.0", "setuptools==80.9.0", "ziglang==0.17.0"];
+pub(crate) const TOOLS: &[&str] = &["maturin==1.16.0", "setuptools==80.9.0", "ziglang==0.17.0"];
 
 /// The oldest glibc that we promise to run on: that of RHEL 8 and everything later.
 const GLIBC_MAX: Glibc = Glibc(2, 28);

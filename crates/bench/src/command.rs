@@ -2,8 +2,9 @@
 
 use clap::{ArgMatches, Command, FromArgMatches, Subcommand};
 
+use crate::moves::{drain, fanout, join, rolling};
 use crate::results::BenchError;
-use crate::{blocks, disk, drain, ep, failover, masters, meta, policies, push, store, trace, transfer};
+use crate::{blocks, disk, ep, failover, masters, meta, policies, push, store, trace, transfer};
 
 /// Subcommands.
 #[derive(Debug, Subcommand)]
@@ -56,6 +57,21 @@ enum Bench {
     /// A node is emptied while clients get and put, compared with bare sockets
     #[command(after_help = drain::EXAMPLES)]
     Drain(drain::Args),
+    /// A node joins full ones while clients get and put, and is filled by moves
+    #[command(after_help = join::EXAMPLES)]
+    Join(join::Args),
+    /// All nodes restart one after the other, each after a drain, while clients get and put
+    #[command(after_help = rolling::EXAMPLES)]
+    Rolling(rolling::Args),
+    /// Clients on four hosts read the same objects, without and with copies of hot objects; needs root
+    #[command(after_help = fanout::EXAMPLES)]
+    Fanout(fanout::Args),
+    /// Client process of `bench fanout`
+    #[command(hide = true)]
+    FanoutClient(fanout::ClientArgs),
+    /// Process of `bench fanout` that reads a metric
+    #[command(hide = true)]
+    FanoutMetric(fanout::MetricArgs),
     /// One master compared with three; failover and rebalancing when one is killed and one added
     #[command(after_help = masters::EXAMPLES)]
     Masters(masters::Args),
@@ -101,6 +117,11 @@ pub fn run(matches: &ArgMatches) -> Result<(), BenchError> {
         Bench::Blocks(args) => blocks::run(&args),
         Bench::Failover(args) => failover::run(&args),
         Bench::Drain(args) => drain::run(&args),
+        Bench::Join(args) => join::run(&args),
+        Bench::Rolling(args) => rolling::run(&args),
+        Bench::Fanout(args) => fanout::run(&args),
+        Bench::FanoutClient(args) => fanout::run_client(&args),
+        Bench::FanoutMetric(args) => fanout::run_metric(&args),
         Bench::Masters(args) => masters::run(&args),
         Bench::Trace(args) => store::replay(&args),
         Bench::Policies(args) => policies::run(&args),

@@ -13,7 +13,10 @@
 //! | `store` | `local`, `remote`, `load`, `mixed`, `trace` | the store from the view of an application | plain copies, plain sockets; `mixed` and `trace`: none |
 //! | `blocks` | `blocks` | paged KV cache: operations, prefix sharing, restore | a locked `Vec`, plain copies |
 //! | `failover` | `failover` | recovery time after a master is killed and restarted | none: absolute times |
-//! | `drain` | `drain` | a node is emptied under load: rate, latency of gets | bare sockets; gets without a drain |
+//! | `drain` | `moves` | a node is emptied under load: rate, latency of gets | bare sockets; gets without a drain |
+//! | `join` | `moves` | a node that joins full ones is filled: time, latency of gets | gets before it joined |
+//! | `rolling` | `moves` | all nodes restart, each after a drain: hit rate | hit rate before |
+//! | `fanout` | `moves` | hosts read the same objects: rate with copies of them | rate without copies |
 //! | `masters` | `masters` | three masters; failover and rebalancing | one master |
 //! | `trace` | `trace-gen`, `trace-sessions`, `trace-info` | nothing; generates, converts and summarizes traces for `store` and `blocks` | none |
 //!
@@ -88,11 +91,11 @@ mod scratch;
 
 mod blocks;
 mod disk;
-mod drain;
 mod ep;
 mod failover;
 mod masters;
 mod meta;
+mod moves;
 mod policies;
 mod push;
 mod store;

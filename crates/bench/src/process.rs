@@ -31,7 +31,21 @@ impl ServerProcess {
         args: &[A],
         last: &str,
     ) -> Result<(ServerProcess, Vec<String>), BenchError> {
+        ServerProcess::start_in(&[], args, last)
+    }
+
+    /// As [`ServerProcess::start`], with words before the command. They must execute it, not start it, so that the process is
+    /// the server.
+    pub(crate) fn start_in<A: AsRef<OsStr>>(
+        before: &[String],
+        args: &[A],
+        last: &str,
+    ) -> Result<(ServerProcess, Vec<String>), BenchError> {
         let mut command = this_program()?;
+        if let Some((first, rest)) = before.split_first() {
+            let program = std::mem::replace(&mut command, Command::new(first));
+            command.args(rest).arg(program.get_program());
+        }
         command.args(args);
         command.env("MOONTIDE_LOG", std::env::var("MOONTIDE_LOG").unwrap_or_else(|_| "error".into()));
         let mut server = ServerProcess::spawn(command)?;

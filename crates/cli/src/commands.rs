@@ -1,16 +1,26 @@
 //! The subcommands, their common error type and exit codes.
 
 pub(crate) mod bench;
+pub(crate) mod certs;
 pub(crate) mod completions;
 pub(crate) mod dev;
 pub(crate) mod doctor;
+pub(crate) mod evict;
 pub(crate) mod inspect;
 pub(crate) mod master;
 pub(crate) mod node;
+pub(crate) mod segments;
 pub(crate) mod store;
+pub(crate) mod tenant;
 
 use std::fmt;
 use std::process::ExitCode;
+
+use clap::Args;
+use moontide_client::{Store, StoreConfig};
+
+use crate::process::{LOG_TERMINAL, log_to_stderr};
+use crate::settings::{SettingsArgs, argument_id, warn_of_unknown_variables};
 
 /// Exit codes, for help texts.
 pub(crate) const EXIT_CODES: &str = "\
@@ -54,6 +64,36 @@ impl fmt::Display for CommandError {
         | CommandError::NotFound(error)
         | CommandError::Unreachable(error)) = self;
         error.fmt(f)
+    }
+}
+
+/// The cluster of a command for operators, and the format of the output.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Target {
+    #[command(flatten)]
+    settings: SettingsArgs<StoreConfig>,
+    /// Print JSON, one object per line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl Target {
+    pub(crate) fn connect(&self) -> Result<Store, CommandError> {
+        log_to_stderr(LOG_TERMINAL);
+        let loaded = self.settings.load()?;
+        warn_of_unknown_variables(&loaded);
+        Store::connect(loaded.config).map_err(CommandError::from)
+    }
+}
+
+/// Refuses the flag `--tenant` for a command that is about all tenants: ignored, it would do more than was asked for. The variable and
+/// the file of settings are for all commands.
+pub(crate) fn refuse_tenant(matches: &clap::ArgMatches) -> Result<(), CommandError> {
+    match matches.value_source(&argument_id("tenant")) {
+        Some(clap::parser::ValueSource::CommandLine) => {
+            Err(CommandError::usage("this command is about all tenants: leave out --tenant"))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -12,7 +12,8 @@
 //! `crates/cli/tests` checks it. Programs use `moontide_client`.
 //!
 //! Reading order: `commands` (exit codes), `commands/master.rs` and `commands/node.rs` (settings, start, signals),
-//! `commands/store.rs` (calls on objects), `commands/inspect.rs`, `commands/doctor.rs`, then `commands/bench.rs`, which
+//! `commands/store.rs` (calls on objects), `commands/tenant.rs`, `commands/evict.rs` and `commands/segments.rs` (calls of
+//! operators), `commands/certs.rs`, `commands/inspect.rs`, `commands/doctor.rs`, then `commands/bench.rs`, which
 //! prints the figures of `docs/performance.md`.
 
 mod commands;
@@ -47,6 +48,13 @@ pub fn main() -> ExitCode {
         Some(("rm", matches)) => commands::store::rm::run(matches),
         Some(("ls", matches)) => commands::store::ls::run(matches),
         Some(("stat", matches)) => commands::store::stat::run(matches),
+        Some(("pin", matches)) => commands::store::mark::run_pin(matches),
+        Some(("touch", matches)) => commands::store::mark::run_touch(matches),
+        Some(("prefetch", matches)) => commands::store::mark::run_prefetch(matches),
+        Some(("tenant", matches)) => commands::tenant::run(matches),
+        Some(("evict", matches)) => commands::evict::run(matches),
+        Some(("segments", matches)) => commands::segments::run(matches),
+        Some(("certs", matches)) => commands::certs::run(matches),
         Some(("inspect", matches)) => commands::inspect::run(matches),
         Some(("doctor", matches)) => commands::doctor::run(matches),
         Some(("bench", matches)) => commands::bench::run(matches),
@@ -77,6 +85,13 @@ fn command() -> Command {
         .subcommand(commands::store::rm::command())
         .subcommand(commands::store::ls::command())
         .subcommand(commands::store::stat::command())
+        .subcommand(commands::store::mark::pin_command())
+        .subcommand(commands::store::mark::touch_command())
+        .subcommand(commands::store::mark::prefetch_command())
+        .subcommand(commands::tenant::command())
+        .subcommand(commands::evict::command())
+        .subcommand(commands::segments::command())
+        .subcommand(commands::certs::command())
         .subcommand(commands::inspect::command())
         .subcommand(commands::doctor::command())
         .subcommand(commands::bench::command())

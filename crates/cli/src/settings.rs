@@ -84,6 +84,11 @@ impl<C: CommandSettings> SettingsArgs<C> {
     }
 }
 
+/// Returns the id of the argument of a setting. Arguments of a command may have the name of a setting: `put` has a KEY.
+pub(crate) fn argument_id(setting: &str) -> String {
+    format!("setting.{setting}")
+}
+
 /// Logs environment variables that have the prefix of the component and name no setting.
 pub(crate) fn warn_of_unknown_variables<C: Component>(loaded: &Loaded<C>) {
     for variable in &loaded.unknown_variables {
@@ -103,7 +108,7 @@ impl<C: CommandSettings> ClapArgs for SettingsArgs<C> {
     fn augment_args(command: Command) -> Command {
         let defaults = C::command_defaults();
         let settings = C::table().into_iter().map(|setting| {
-            let argument = Arg::new(setting.key())
+            let argument = Arg::new(argument_id(&setting.key()))
                 .long(setting.flag())
                 .value_name(setting.value.placeholder)
                 .help_heading("Settings")
@@ -143,7 +148,8 @@ impl<C: CommandSettings> FromArgMatches for SettingsArgs<C> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<SettingsArgs<C>, clap::Error> {
         let given = |setting: Setting| {
             // A list can be given by several flags.
-            let values: Vec<&str> = matches.get_many::<String>(&setting.key())?.map(String::as_str).collect();
+            let values: Vec<&str> =
+                matches.get_many::<String>(&argument_id(&setting.key()))?.map(String::as_str).collect();
             Some((setting.key(), values.join(",")))
         };
         Ok(SettingsArgs {

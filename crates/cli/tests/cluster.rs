@@ -31,6 +31,8 @@ mod counters;
 mod killed;
 #[path = "cluster/many.rs"]
 mod many;
+#[path = "cluster/placed.rs"]
+mod placed;
 #[path = "cluster/pressure.rs"]
 mod pressure;
 #[path = "cluster/proxy.rs"]
@@ -39,6 +41,8 @@ mod proxy;
 mod repaired;
 #[path = "cluster/restart.rs"]
 mod restart;
+#[path = "cluster/rotation.rs"]
+mod rotation;
 #[path = "cluster/shutdown.rs"]
 mod shutdown;
 #[path = "cluster/slow.rs"]

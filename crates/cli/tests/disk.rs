@@ -7,8 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{Ended, Folder, Running, expect, moontide, printed, run, run_command};
-use moontide_disk::samples::SampleRecord;
-use moontide_disk::{BackendConfig, BackendKind, EvictionPolicy, IoEngine, OsStorage, QueueConfig, Storage};
+use moontide_disk::{
+    AlignedBuf, BLOCK_BYTES, BackendConfig, BackendKind, EvictionPolicy, IoEngine, OsStorage, QueueConfig,
+    RecordId, RecordSource, Storage,
+};
+use moontide_types::record::{DigestContext, Header, KeySection, RecordFlags, State, Word, trailer_crc};
+use moontide_types::{Epoch, Key, ObjectId, Tenant, TenantGeneration};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -112,17 +116,64 @@ const PAYLOAD: usize = 10_000;
 const FRONT: u64 = 4096;
 const ESCAPE_KEY: &[u8] = b"model/\xff\x1b[2J";
 
+/// A record in memory. The samples of `moontide_disk` would enable its feature `testing`, and the program would not be built
+/// as it ships.
+struct Record {
+    header: Header,
+    payload: AlignedBuf,
+    digests: Vec<u8>,
+    key: Vec<u8>,
+}
+
+impl Record {
+    fn new(number: u8, key: &[u8]) -> Record {
+        let mut payload = AlignedBuf::zeroed(PAYLOAD);
+        payload.fill(number);
+        let (id, version, len) = (ObjectId([number; 16]), Epoch::from_bits(1).unwrap(), PAYLOAD as u64);
+        let mut digests = vec![];
+        let root = DigestContext { id, version, stripe: 0, len }
+            .payload(&payload[..PAYLOAD], |digest| digests.extend(digest.to_le_bytes()));
+        let section = KeySection { tenant: Tenant::DEFAULT, key: Key::new(key).unwrap() };
+        let mut key = vec![];
+        section.encode(&mut key);
+        let header = Header {
+            flags: RecordFlags::NONE,
+            id,
+            word: Word::new(version, State::Ready),
+            object_len: len,
+            stripe_offset: 0,
+            stripe_len: len,
+            payload_offset: BLOCK_BYTES as u64,
+            root,
+            stripe_index: 0,
+            stripe_count: 1,
+            key_len: key.len() as u32,
+            attributes_len: 0,
+            trailer_crc: trailer_crc(&key, &[]),
+            id_key: 0,
+            tenant_generation: TenantGeneration(0),
+        };
+        Record { header, payload, digests, key }
+    }
+
+    fn source(&self) -> RecordSource<'_> {
+        let Record { header, payload, digests, key } = self;
+        RecordSource { header, payload: &payload[..PAYLOAD], digests, key, attributes: &[] }
+    }
+}
+
 /// Creates a tier with eight records, one of them with a key that is not text; number 3 is removed.
 fn make_tier(dir: &str, kind: BackendKind) {
     let storage: Arc<dyn Storage> = Arc::new(OsStorage::open(Path::new(dir), IoEngine::Auto).unwrap());
     let mut queue = storage.queue(&QueueConfig::default());
     let config = BackendConfig { limit_bytes: 64 << 20, eviction_policy: EvictionPolicy::Fifo };
     let (backend, _) = kind.open(Arc::clone(&storage), &mut *queue, config, &mut |_| {}).unwrap();
-    let mut samples: Vec<SampleRecord> = (0..7).map(|number| SampleRecord::new(number, 1, PAYLOAD)).collect();
-    samples.push(SampleRecord::with_key(7, 1, PAYLOAD, ESCAPE_KEY, &[], 0));
-    let sources: Vec<_> = samples.iter().map(SampleRecord::source).collect();
+    let mut records: Vec<Record> =
+        (0..7).map(|number| Record::new(number, format!("key-{number}").as_bytes())).collect();
+    records.push(Record::new(7, ESCAPE_KEY));
+    let sources: Vec<_> = records.iter().map(Record::source).collect();
     assert!(backend.write(&mut *queue, &sources).iter().all(Result::is_ok));
-    let removed = samples[3].name();
+    let removed = RecordId::of(&records[3].header);
     backend.remove(&mut *queue, &[(removed.id, removed.version)]).unwrap();
 }
 

@@ -18,6 +18,8 @@ mod not_run;
 #[path = "cluster/readers.rs"]
 mod readers;
 
+#[path = "failover/bulk.rs"]
+mod bulk;
 #[path = "failover/flush.rs"]
 mod flush;
 #[path = "failover/full.rs"]

@@ -311,7 +311,7 @@ fn reads_bypass_partitioned_node_and_node_rejoins() {
     let seed = Rng::seeded().draw();
     let (network, folder) = (TestNetwork::new(), Folder::new());
     let master = words(&format!(
-        "master --grpc-listen 10.78.0.1:7400 --frame-listen 10.78.0.1:7401 --admin-listen 10.78.0.1:7402 --groups 2 \
+        "master --grpc-listen 10.78.0.1:7400 --frame-listen 10.78.0.1:7401 --admin-listen 10.78.0.1:7402 --insecure-no-tls true --groups 2 \
          --session-ttl-ms {TTL_MS} --reallocation-delay-ms 0"
     ));
     let master = Process::start(folder.path(), "master", &network.inside("m"), &master, "admin");
@@ -319,7 +319,7 @@ fn reads_bypass_partitioned_node_and_node_rejoins() {
         .map(|node| {
             // No shm: the nodes are on different hosts.
             let all = words(&format!(
-                "node --master 10.78.0.1:7400 --memory-bytes 128MiB --listen 10.78.0.{}:7500 --shm false \
+                "node --master 10.78.0.1:7400 --memory-bytes 128MiB --listen 10.78.0.{}:7500 --insecure-no-tls true --shm false \
                  --host host-{node}",
                 node + 2
             ));

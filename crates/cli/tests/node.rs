@@ -163,3 +163,21 @@ fn node_moves_its_objects_before_it_stops_if_told() {
         assert_eq!(expect(0, &["get", &format!("key-{n}"), "--master", master], b"").out, vec![n; 100_000]);
     }
 }
+
+#[test]
+fn bulk_removal_waits_for_a_node_that_does_not_answer() {
+    let (_dev, lines) = Running::start(&["dev", "--port-base", "0", "--memory", "64MiB"]);
+    let master = printed(&lines, "grpc");
+    let (node, _) = Running::start(&["node", "--master", master, "--memory", "64MiB"]);
+    for n in 0..5 {
+        expect(0, &["put", &format!("k/{n}"), "--replicas", "2", "--master", master], b"value");
+    }
+    node.signal(Signal::STOP);
+    let command = ["rm", "--prefix", "k/", "--master", master];
+    let ended = expect(1, &[&command[..], &["--wait", "1s"]].concat(), b"");
+    assert!(ended.err.contains("5 objects are removed") && ended.err.contains("again"), "{}", ended.err);
+    assert_eq!(expect(0, &["ls", "--master", master], b"").text(), "", "no call finds them any more");
+    node.signal(Signal::CONT);
+    assert_eq!(expect(0, &[&command[..], &["--json"]].concat(), b"").json()["kept"], 0);
+    assert_eq!(node.stop(Signal::TERM), 0);
+}

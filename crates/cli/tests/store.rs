@@ -84,6 +84,19 @@ fn put_get_round_trips_stdin_files_and_ranges() {
 }
 
 #[test]
+fn pinned_objects_are_shown_and_hard_ones_are_removed_by_force_only() {
+    let dev = Dev::start();
+    for pin in ["none", "soft", "hard"] {
+        dev.expect(0, &["put", pin, "--pin", pin], b"x");
+        assert_eq!(dev.ok(&["stat", pin, "--json"]).json()["pin"], pin);
+        let removed = dev.expect(i32::from(pin == "hard"), &["rm", pin, "--json"], b"").json();
+        assert_eq!(removed["refused"], u8::from(pin == "hard"), "{pin}");
+    }
+    assert_eq!(dev.ok(&["ls"]).text(), "hard\n");
+    assert_eq!(dev.ok(&["rm", "hard", "--force", "--json"]).json()["removed"], 1);
+}
+
+#[test]
 fn ls_stat_and_rm_handle_existing_and_missing_objects() {
     let dev = Dev::start();
     for (key, value) in [("model/a", "1"), ("model/b", "22"), ("other", "333")] {
@@ -124,6 +137,86 @@ fn ls_stat_and_rm_handle_existing_and_missing_objects() {
     assert_eq!(dev.ok(&["rm", "--all", "--json"]).json(), serde_json::json!({ "removed": 1, "kept": 0 }));
     assert_eq!(dev.ok(&["ls"]).text(), "");
     assert_eq!(dev.running.stop(Signal::TERM), 0);
+}
+
+#[test]
+fn pin_touch_and_prefetch_reach_existing_objects_and_name_missing_ones() {
+    let dev = Dev::start();
+    for key in ["a", "b", "c"] {
+        dev.expect(0, &["put", key], b"x");
+    }
+    assert_eq!(dev.ok(&["pin", "a", "b", "--class", "hard"]).text(), "pinned 2\n");
+    assert_eq!(dev.ok(&["stat", "a", "--json"]).json()["pin"], "hard");
+    let evicted = dev.ok(&["evict", "--usage", "0%", "--json"]).json();
+    assert_eq!(evicted["objects"], 1, "c is not pinned");
+    assert_eq!(dev.ok(&["ls"]).text(), "a\nb\n");
+    assert_eq!(dev.ok(&["pin", "a", "--class", "none"]).text(), "pinned 1\n");
+    assert_eq!(dev.ok(&["touch", "a", "b"]).text(), "touched 2\n");
+    assert_eq!(dev.ok(&["prefetch", "a"]).text(), "prefetched 1\n");
+
+    for command in
+        [&["pin", "b", "gone", "--class", "soft"][..], &["touch", "b", "gone"], &["prefetch", "b", "gone"]]
+    {
+        let ended = dev.expect(3, &[command, &["--json"]].concat(), b"");
+        assert_eq!(ended.json()["missing"], serde_json::json!(["gone"]));
+        assert!(ended.err.contains("no such object: gone"), "{}", ended.err);
+    }
+    assert_eq!(dev.ok(&["stat", "b", "--json"]).json()["pin"], "soft", "the others are changed");
+    assert!(dev.ok(&["evict", "--usage", "0"]).text().starts_with("evicted 2 objects"));
+    for command in [
+        &["pin", "a"][..],
+        &["pin", "--class", "hard"],
+        &["pin", "a", "--class", "x"],
+        &["touch"],
+        &["evict"],
+    ] {
+        dev.expect(2, command, b"");
+    }
+    dev.expect(2, &["evict", "--usage", "101%"], b"");
+}
+
+#[test]
+fn tenants_are_listed_and_limited() {
+    let dev = Dev::start();
+    let quota = dev.ok(&["tenant", "quota", "team-a", "--bytes", "1MiB", "--objects", "100"]);
+    assert_eq!(quota.text(), "tenant team-a: at most 1.0 MiB of memory, at most 100 of objects\n");
+    for n in 0..30 {
+        let key = n.to_string();
+        dev.expect(0, &["put", &key, "--tenant", "team-a"], &sample(100_000));
+    }
+    let listed = dev.ok(&["tenant", "ls", "--json"]).json_lines();
+    let team = listed.iter().find(|tenant| tenant["tenant"] == "team-a").unwrap();
+    assert_eq!((&team["bytes_max"], &team["objects_max"]), (&(1 << 20).into(), &100.into()));
+    let objects = team["objects"].as_u64().unwrap();
+    assert!((1..30).contains(&objects), "older objects were evicted: {objects}");
+    assert!(dev.ok(&["tenant", "ls"]).text().contains("of 1.0 MiB"));
+
+    // The limit that is not named stays.
+    dev.ok(&["tenant", "quota", "team-a", "--bytes", "0"]);
+    let listed = dev.ok(&["tenant", "ls", "--json"]).json_lines();
+    let team = listed.iter().find(|tenant| tenant["tenant"] == "team-a").unwrap();
+    assert_eq!((&team["bytes_max"], &team["objects_max"]), (&0.into(), &100.into()));
+    dev.expect(2, &["tenant", "quota", "team-a"], b"");
+    dev.expect(2, &["tenant", "quota", "no spaces", "--bytes", "1"], b"");
+    dev.expect(2, &["tenant"], b"");
+}
+
+#[test]
+fn segments_are_listed_and_drained() {
+    let dev = Dev::start();
+    dev.expect(0, &["put", "k"], &sample(100_000));
+    let node = printed(&dev.lines, "node");
+    let segments = dev.ok(&["segments", "--node", node, "--json"]).json_lines();
+    assert!(!segments.is_empty());
+    let live: u64 = segments.iter().map(|segment| segment["live_bytes"].as_u64().unwrap()).sum();
+    assert!(live >= 100_000, "{live}");
+    assert!(dev.ok(&["segments"]).text().contains(" serving "));
+    let segment = segments[0]["segment"].to_string();
+    dev.ok(&["segments", "drain", node, &segment, "--evict"]);
+    assert!(dev.ok(&["segments"]).text().contains(" draining "));
+    let unknown = dev.expect(3, &["segments", "drain", node, "4000"], b"");
+    assert!(unknown.err.contains("no segment 4000"), "{}", unknown.err);
+    assert_eq!(dev.ok(&["segments", "--node", "0000000000000001"]).text(), "");
 }
 
 #[test]
@@ -193,7 +286,20 @@ fn inspect_shows_memory_layout_of_node() {
 fn exit_codes_match_documentation() {
     let dev = Dev::start();
     let unreachable = ["--master", "127.0.0.1:1"];
-    for command in [&["get", "k"][..], &["put", "k"], &["rm", "k"], &["ls"], &["stat", "k"]] {
+    for command in [
+        &["get", "k"][..],
+        &["put", "k"],
+        &["rm", "k"],
+        &["ls"],
+        &["stat", "k"],
+        &["pin", "k", "--class", "soft"],
+        &["touch", "k"],
+        &["prefetch", "k"],
+        &["tenant", "ls"],
+        &["tenant", "quota", "t", "--bytes", "1GiB"],
+        &["evict", "--usage", "50%"],
+        &["segments"],
+    ] {
         let ended = run(&[command, &unreachable].concat(), b"");
         assert_eq!(ended.code, 4, "{command:?}: {}", ended.err);
         assert!(ended.err.contains("moontide master"), "error without advice: {}", ended.err);

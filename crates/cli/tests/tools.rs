@@ -129,6 +129,17 @@ fn help_texts_have_examples_and_exit_codes() {
         &["rm"],
         &["ls"],
         &["stat"],
+        &["pin"],
+        &["touch"],
+        &["prefetch"],
+        &["tenant"],
+        &["tenant", "ls"],
+        &["tenant", "quota"],
+        &["evict"],
+        &["segments"],
+        &["segments", "drain"],
+        &["node", "drain"],
+        &["node", "undrain"],
         &["inspect"],
         &["doctor"],
         &["completions"],
@@ -146,7 +157,9 @@ fn help_texts_have_examples_and_exit_codes() {
         let help = expect(0, &[command, &["--help"]].concat(), b"");
         assert!(help.text().contains("Examples:\n  moontide "), "{command:?}:\n{}", help.text());
     }
-    for command in ["put", "get", "rm", "ls", "stat"] {
+    for command in
+        ["put", "get", "rm", "ls", "stat", "pin", "touch", "prefetch", "tenant", "evict", "segments"]
+    {
         let help = expect(0, &[command, "--help"], b"");
         assert!(help.text().contains("3 no such object, 4 the master cannot be reached"), "{command}");
     }
@@ -154,7 +167,7 @@ fn help_texts_have_examples_and_exit_codes() {
 
 #[test]
 fn commands_on_objects_print_client_config_and_reject_invalid_settings() {
-    for command in ["put", "get", "rm", "ls", "stat"] {
+    for command in ["put", "get", "rm", "ls", "stat", "pin", "touch", "prefetch"] {
         let printed = expect(0, &[command, "--print-config", "--timeout", "7s"], b"");
         for line in ["timeout = \"7s\"", "# Default: 30s", "hedge = \"adaptive\""] {
             assert!(printed.text().lines().any(|found| found == line), "{line}: {}", printed.text());
@@ -257,5 +270,14 @@ fn invalid_trace_and_generator_options_are_rejected() {
             ["--users", "1", "--requests", "1"].into_iter().filter(|a| !wrong.contains(a)).collect();
         let ended = run(&[&given[..], wrong, &rest].concat(), b"");
         assert_eq!(ended.code, 2, "{wrong:?}: {}", ended.err);
+    }
+}
+
+/// The objects of all tenants were evicted, although the caller named one.
+#[test]
+fn commands_about_all_tenants_refuse_a_tenant() {
+    for command in [&["evict", "--usage", "0%"][..], &["segments"]] {
+        let ended = expect(2, &[command, &["--tenant", "a"]].concat(), b"");
+        assert!(ended.err.contains("all tenants"), "{}", ended.err);
     }
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use moontide_rt::time::Instant;
+use moontide_types::record::PinClass;
 use moontide_types::{Key, ObjectId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
@@ -219,6 +220,15 @@ impl AsyncStore {
     /// Marks objects as used. Returns whether each exists.
     pub async fn touch(&self, keys: Vec<Bytes>) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
         self.keyed(keys, |store, keys| store.touch(keys)).await
+    }
+
+    /// Changes the pin class of objects. Returns whether each exists. See [`Store::set_pin`].
+    pub async fn set_pin(
+        &self,
+        keys: Vec<Bytes>,
+        pin: PinClass,
+    ) -> Result<Vec<Result<bool, StoreError>>, StoreError> {
+        self.keyed(keys, move |store, keys| store.set_pin(keys, pin)).await
     }
 
     /// Requests promotion of objects from disk to memory. Returns whether each exists, in memory or on disk.

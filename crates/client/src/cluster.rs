@@ -11,18 +11,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use moontide_auth::{Credentials, Role};
 use moontide_proto::convert::{CallerId, GetClusterInfoResponse, GroupMap, RequestContext, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_rt::SplitMix64;
 use moontide_rt::sync::{Mutex, RwLock};
 use moontide_rt::time::Instant;
+use moontide_tasks::channel::{self, Channel};
 use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
 use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
-use tonic::transport::{Channel, Endpoint};
-use tonic::{Response, Status};
+use tonic::{Code, Response, Status};
 use tracing::debug;
 
 use crate::config::{KEYS_PER_CALL, StoreConfig};
@@ -68,6 +69,8 @@ pub(crate) struct Cluster {
     /// Shut down in the background: a task may drop the client.
     runtime: Option<Runtime>,
     pub(crate) config: StoreConfig,
+    /// Certificate of this process; `None`: no TLS.
+    pub(crate) credentials: Option<Arc<Credentials>>,
     pub(crate) caller: CallerId,
     masters: RwLock<Arc<Masters>>,
     /// Time of the last refresh of the map; locked during a refresh.
@@ -107,7 +110,7 @@ impl Master {
         if let Some(link) = &*link {
             return Ok(Arc::clone(link));
         }
-        let mut config = link_config(&cluster.config, &self.frame_address, cluster.caller);
+        let mut config = cluster.link_config_to(&self.frame_address);
         if !cluster.is_single_master() {
             // The link waits a little longer than the master, so that the master's own timeout error arrives.
             let slack = ATTEMPT_SLACK.min(cluster.config.timeout / 10);
@@ -119,10 +122,7 @@ impl Master {
 
     /// Adds the address of the master to an error.
     fn named<R>(&self, result: Result<R, Status>) -> Result<R, StoreError> {
-        result.map_err(|status| StoreError::NoMaster {
-            address: self.grpc_address.clone(),
-            reason: status_text(&status).into(),
-        })
+        result.map_err(|status| master_error(&self.grpc_address, &status))
     }
 
     /// Returns a gRPC client, for calls that are not hot.
@@ -134,8 +134,12 @@ impl Master {
 impl Cluster {
     /// Fetches the group map and the cluster's identity from the first configured master that responds. Connects the
     /// framed link of a single master.
-    pub(crate) fn connect(config: StoreConfig) -> Result<(Cluster, ClusterIdentity), StoreError> {
+    pub(crate) fn connect(mut config: StoreConfig) -> Result<(Cluster, ClusterIdentity), StoreError> {
         config.validate()?;
+        let credentials = config.load_credentials()?;
+        if let Some(credentials) = &credentials {
+            config.tenant = tenant_of(&config.tenant, credentials.info().identity.role())?;
+        }
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("moontide-client")
@@ -151,7 +155,8 @@ impl Cluster {
         // All at once: a master that does not respond does not delay the others.
         let (sender, responses) = std::sync::mpsc::channel();
         for address in config.masters() {
-            let channel = channel(&runtime, &address, config.connect_timeout).map_err(unreachable)?;
+            let channel = channel(&runtime, &address, config.connect_timeout, credentials.as_ref())
+                .map_err(unreachable)?;
             let (sender, context) = (sender.clone(), context.clone());
             runtime.spawn(async move {
                 let request = v1::GetGroupMapRequest { context: Some(context) };
@@ -164,6 +169,9 @@ impl Cluster {
         while map.is_none() {
             match responses.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok((channel, Ok(response))) => map = response.map.map(|map| (map, channel)),
+                Ok((_, Err(status))) if is_denied(&status) => {
+                    return Err(master_error(&config.master, &status));
+                }
                 Ok((_, Err(status))) => reason = status_text(&status),
                 Err(RecvTimeoutError::Timeout) => {
                     reason = "timed out".to_owned();
@@ -186,6 +194,7 @@ impl Cluster {
             })),
             runtime: Some(runtime),
             config,
+            credentials,
             caller,
             refreshed_at: Mutex::new(Instant::now()),
         };
@@ -320,7 +329,9 @@ impl Cluster {
         let timeout = deadline.saturating_duration_since(Instant::now()).min(MAP_REFRESH_TIMEOUT);
         let (sender, responses) = std::sync::mpsc::channel();
         for address in addresses {
-            let Ok(channel) = channel(self.runtime(), &address, timeout) else { continue };
+            let Ok(channel) = channel(self.runtime(), &address, timeout, self.credentials.as_ref()) else {
+                continue;
+            };
             let (sender, context) = (sender.clone(), context(&self.config, self.caller, MAP_REFRESH_TIMEOUT));
             self.spawn(async move {
                 let request = v1::GetGroupMapRequest { context: Some(context) };
@@ -378,8 +389,13 @@ impl Cluster {
             if master.frame_address.is_empty() {
                 return Err(unreachable("the master does not serve the framed protocol".into()));
             }
-            let channel =
-                channel(self.runtime(), &grpc_address, self.config.connect_timeout).map_err(unreachable)?;
+            let channel = channel(
+                self.runtime(),
+                &grpc_address,
+                self.config.connect_timeout,
+                self.credentials.as_ref(),
+            )
+            .map_err(unreachable)?;
             let frame_address = master.frame_address.to_owned();
             let link = Mutex::default();
             all.push(Arc::new(Master { grpc_address, frame_address, channel, hosts, link }));
@@ -495,7 +511,18 @@ impl Cluster {
     pub(crate) fn link_config(&self) -> Option<LinkConfig> {
         let masters = self.masters();
         let master = masters.all.first().filter(|_| masters.single_master)?;
-        Some(link_config(&self.config, &master.frame_address, self.caller))
+        Some(self.link_config_to(&master.frame_address))
+    }
+
+    fn link_config_to(&self, address: &str) -> LinkConfig {
+        let ms = |timeout: Duration| timeout.as_millis() as u32; // validated
+        LinkConfig {
+            token: self.config.token,
+            credentials: self.credentials.clone(),
+            timeout_ms: ms(self.config.timeout),
+            connect_timeout_ms: ms(self.config.connect_timeout),
+            ..LinkConfig::new(address, self.caller)
+        }
     }
 
     fn runtime(&self) -> &Runtime {
@@ -544,14 +571,16 @@ impl Masters {
 }
 
 /// Returns a channel that connects on first use. The error says why the address is invalid.
-fn channel(runtime: &Runtime, address: &str, connect: Duration) -> Result<Channel, String> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| format!("address is not host:port ({error})"))?
-        .tcp_nodelay(true)
-        .connect_timeout(connect.max(Duration::from_millis(1)));
+fn channel(
+    runtime: &Runtime,
+    address: &str,
+    connect: Duration,
+    credentials: Option<&Arc<Credentials>>,
+) -> Result<Channel, String> {
     // The channel spawns tasks on the current runtime.
     let _entered = runtime.enter();
-    Ok(endpoint.connect_lazy())
+    channel::connect_lazy(address, connect.max(Duration::from_millis(1)), credentials)
+        .map_err(|error| format!("address is not host:port ({error})"))
 }
 
 /// A gRPC call in the background, for a blocking thread.
@@ -636,14 +665,19 @@ fn client(channel: &Channel) -> MasterClient<Channel> {
     MasterClient::new(channel.clone()).max_decoding_message_size(2 * max).max_encoding_message_size(max)
 }
 
-fn link_config(config: &StoreConfig, address: &str, caller: CallerId) -> LinkConfig {
-    let deadline_ms = config.timeout.as_millis() as u32; // validated
-    let connect_ms = config.connect_timeout.as_millis() as u32; // validated
-    LinkConfig {
-        token: config.token,
-        timeout_ms: deadline_ms,
-        connect_timeout_ms: connect_ms,
-        ..LinkConfig::new(address, caller)
+/// Returns the tenant of a store: that of the certificate, if it is for a tenant, else that of the settings.
+fn tenant_of(configured: &str, role: &Role) -> Result<String, StoreError> {
+    match role {
+        Role::Tenant(own) if configured == &**own || configured == Tenant::DEFAULT.as_str() => {
+            Ok(own.to_string())
+        }
+        Role::Tenant(own) => {
+            let reason = format!(
+                "certificate is for tenant {own}, but tenant is {configured}; omit the setting `tenant`"
+            );
+            Err(StoreError::Credentials { reason: reason.into() })
+        }
+        _ => Ok(configured.to_owned()),
     }
 }
 
@@ -672,6 +706,21 @@ pub(crate) fn identity(message: &v1::GetClusterInfoResponse) -> Result<ClusterId
 }
 
 /// Returns the message of a status with those of its sources.
+/// Returns whether a master has refused the caller.
+fn is_denied(status: &Status) -> bool {
+    matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated)
+}
+
+/// Returns the error of a call that has no response.
+fn master_error(address: &str, status: &Status) -> StoreError {
+    let reason = status_text(status).into();
+    if is_denied(status) {
+        StoreError::Denied { reason }
+    } else {
+        StoreError::NoMaster { address: address.to_owned(), reason }
+    }
+}
+
 fn status_text(status: &Status) -> String {
     let mut text = status.message().to_owned();
     let mut source = std::error::Error::source(status);

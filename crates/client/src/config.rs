@@ -4,14 +4,19 @@
 //! help texts of the commands from it. [`PutOptions`] are no settings: they belong to one call.
 
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_auth::{CredentialFiles, Credentials};
 use moontide_proto::Token;
 use moontide_settings::{Component, Form, HostPorts, InvalidSetting, Kind, ValueInfo, settings};
 use moontide_transfer::tcp::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX};
-use moontide_types::limits::{BATCH_KEYS_MAX, LEASE_MS_DEFAULT, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::limits::{
+    BATCH_KEYS_MAX, LEASE_MS_DEFAULT, PREFERRED_PLACES_MAX, REPLICAS_MAX, STRIPES_MAX,
+};
 use moontide_types::record::{Attributes, ParentHash, PinClass};
-use moontide_types::{NodeId, Tenant};
+use moontide_types::{Place, Spread, Tenant};
 
 use crate::error::StoreError;
 
@@ -45,8 +50,14 @@ settings! {
         ///
         /// One reachable master is enough.
         master: String as HostPorts = MASTER_DEFAULT.into(), variable "MOONTIDE_MASTER";
-        /// Tenant of the keys.
+        /// Tenant of the keys. With a certificate of a tenant it is that one.
         tenant: String = Tenant::DEFAULT.as_str().into(), variable "MOONTIDE_TENANT";
+        /// CA certificates in PEM format, from which the certificates of masters and nodes must come; none for no TLS.
+        ca: Option<PathBuf> = None, variable "MOONTIDE_CA";
+        /// Certificate of this process in PEM format.
+        cert: Option<PathBuf> = None, variable "MOONTIDE_CERT";
+        /// Private key of this process in PEM format.
+        key: Option<PathBuf> = None, variable "MOONTIDE_KEY";
         /// Timeout of a call.
         timeout: Duration = TIMEOUT_DEFAULT, in TIMEOUTS, "set the time after which computing is faster";
         /// Timeout of the first connection to a master.
@@ -80,11 +91,29 @@ settings! {
     }
 }
 
+impl StoreConfig {
+    /// Returns the certificate files; `None`: no TLS.
+    fn credential_files(&self) -> Result<Option<CredentialFiles>, &'static str> {
+        CredentialFiles::of_settings(self.ca.as_deref(), self.cert.as_deref(), self.key.as_deref())
+    }
+
+    /// Loads the certificate of this process; `None`: no TLS.
+    pub(crate) fn load_credentials(&self) -> Result<Option<Arc<Credentials>>, StoreError> {
+        let files = self.credential_files().expect("validate() rejects incomplete settings");
+        let loaded = files.map(Credentials::load).transpose();
+        loaded.map_err(|error| StoreError::Credentials { reason: error.to_string().into() })
+    }
+}
+
 impl Component for StoreConfig {
     const PREFIX: &'static str = "MOONTIDE_CLIENT_";
     const COMMAND: &'static str = "moontide ls";
 
     fn check_rules(&self, errors: &mut Vec<InvalidSetting>) {
+        if let Err(missing) = self.credential_files() {
+            let rule = "is not set, but other settings of TLS are".to_owned();
+            errors.push(InvalidSetting::new(missing, rule, "set ca, cert and key, or none of them"));
+        }
         if let Err(error) = Tenant::new(&self.tenant) {
             let rule = format!("is {:?}: {error}", self.tenant);
             errors.push(InvalidSetting::new(
@@ -167,6 +196,9 @@ pub struct PutOptions {
     pub replicas: u8,
     /// Replicas that must be written for the put to succeed; 1 to `replicas`.
     pub replicas_min: u8,
+    /// Disks that shall have the object, besides its replicas in memory; 0 to `replicas`. The nodes of the replicas that have a
+    /// disk write it in the background after the put. The put does not wait for them, and succeeds without any disk.
+    pub disk_replicas: u8,
     /// Stripes per replica, 1 to 1,024. `None`: the master chooses, and splits objects that are too long for a segment.
     pub stripes: Option<u16>,
     /// Whether to replace an object of the same key. If not, an existing object is kept and the put returns
@@ -181,10 +213,15 @@ pub struct PutOptions {
     pub cohort: Option<Vec<u8>>,
     /// Hash of the preceding block; 1 to 32 bytes.
     pub parent: Option<Vec<u8>>,
-    /// Whether to prefer local memory. Ignored if `stripes` is set: stripes are spread over nodes.
+    /// What the replicas must not share: each is on a different host, or in a different rack or zone. A replica that cannot be
+    /// placed so is not made, now or by a later repair. Labels that nodes do not have are equal to nothing.
+    pub spread: Option<Spread>,
+    /// Nodes and segments to try first, in order; at most 8. Each replica takes the first one that has space and holds no
+    /// other replica. Other nodes are used when these are full or absent.
+    pub prefer: Vec<Place>,
+    /// Whether to try local memory before other nodes, but after `prefer`. Ignored if `stripes` is set: stripes are
+    /// spread over nodes.
     pub prefer_local: bool,
-    /// Node to prefer if it has space.
-    pub preferred_node: Option<NodeId>,
 }
 
 impl Default for PutOptions {
@@ -192,14 +229,16 @@ impl Default for PutOptions {
         PutOptions {
             replicas: 1,
             replicas_min: 1,
+            disk_replicas: 0,
             stripes: None,
             upsert: false,
             ttl: None,
             pin: PinClass::None,
             cohort: None,
             parent: None,
+            spread: None,
+            prefer: vec![],
             prefer_local: true,
-            preferred_node: None,
         }
     }
 }
@@ -213,8 +252,14 @@ impl PutOptions {
         if self.replicas_min == 0 || self.replicas_min > self.replicas {
             return wrong("replicas_min", "1 to the number of replicas");
         }
+        if self.disk_replicas > self.replicas {
+            return wrong("disk_replicas", "0 to the number of replicas");
+        }
         if self.stripes.is_some_and(|stripes| stripes == 0 || usize::from(stripes) > STRIPES_MAX) {
             return wrong("stripes", "1 to 1,024");
+        }
+        if self.prefer.len() > PREFERRED_PLACES_MAX {
+            return wrong("prefer", "at most 8 places");
         }
         if self.parent.as_ref().is_some_and(|parent| ParentHash::new(parent).is_none()) {
             return wrong("parent", "1 to 32 bytes");
@@ -233,6 +278,8 @@ impl PutOptions {
             parent: self.parent.as_deref().and_then(ParentHash::new),
             user_data: None,
             extra_replicas: self.replicas.saturating_sub(1),
+            spread: self.spread,
+            disk_replicas: self.disk_replicas,
         }
     }
 }

@@ -6,7 +6,7 @@ use moontide_proto::convert::ConvertError;
 use moontide_settings::InvalidConfig;
 use moontide_symmetric::DeviceError;
 use moontide_transfer::TransferError;
-use moontide_types::{ErrorCode, KeyError, NodeId};
+use moontide_types::{ErrorCode, KeyError, NodeId, Spread};
 
 use crate::link::LinkError;
 
@@ -24,6 +24,18 @@ pub enum StoreError {
         /// Configured addresses.
         address: String,
         /// Last failure.
+        reason: Arc<str>,
+    },
+    /// The certificate files of this process cannot be used.
+    #[error("{reason}")]
+    Credentials {
+        /// Which file, and why.
+        reason: Arc<str>,
+    },
+    /// The certificate of this process gives no right to the call.
+    #[error("{reason}")]
+    Denied {
+        /// Who may make the call.
         reason: Arc<str>,
     },
     /// The master refused the operation on a key.
@@ -63,6 +75,18 @@ pub enum StoreError {
         wanted: usize,
         /// Number of registered nodes.
         nodes: usize,
+    },
+    /// Fewer different hosts, racks or zones have nodes than replicas are required.
+    #[error(
+        "{wanted} replicas in different {spread}s are required, but the registered nodes are in {domains}; start nodes in others, with `--{spread}`, or lower `replicas_min`"
+    )]
+    TooFewDomains {
+        /// What the replicas must not share.
+        spread: Spread,
+        /// Required number of hosts, racks or zones.
+        wanted: usize,
+        /// Number of those that have nodes.
+        domains: usize,
     },
     /// The object is larger than the memory that its group has on all nodes.
     #[error(
@@ -144,10 +168,12 @@ impl StoreError {
         match self {
             StoreError::Master(error) => error.code(),
             StoreError::NoMaster { .. } | StoreError::UnknownNode { .. } => ErrorCode::Unreachable,
+            StoreError::Denied { .. } => ErrorCode::PermissionDenied,
+            StoreError::Credentials { .. } => ErrorCode::InvalidArgument,
             StoreError::Refused { code } => *code,
             StoreError::Node { source, .. } => source.code(),
             StoreError::Corrupt { .. } => ErrorCode::Corrupt,
-            StoreError::TooFewNodes { .. } => ErrorCode::NoSpace,
+            StoreError::TooFewNodes { .. } | StoreError::TooFewDomains { .. } => ErrorCode::NoSpace,
             StoreError::ObjectTooLarge { .. } => ErrorCode::TooLarge,
             StoreError::Deadline { .. } => ErrorCode::DeadlineExceeded,
             StoreError::BufferTooSmall { .. }

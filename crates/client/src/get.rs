@@ -544,9 +544,9 @@ impl Inner {
                     self.finish(&mut gets[at], Ok(Some(location.len() as usize)), source)
                 }
                 Outcome::Lost => self.finish(&mut gets[at], Ok(None), NO_DISTANCE),
-                Outcome::Stale => {
+                Outcome::Stale(error) => {
                     self.invalidate_location(location);
-                    gets[at].last = None;
+                    gets[at].last = error;
                 }
                 Outcome::Failed(error) => {
                     self.invalidate_location(location);

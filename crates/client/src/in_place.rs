@@ -52,8 +52,8 @@ pub struct RecordAddress {
 
 impl Store {
     /// Reserves memory of kind `medium` for an object that is written by other means than this crate. `options` must
-    /// ask for one replica; [`PutOptions::preferred_node`] names the node. If that node has no space, another local
-    /// node is used.
+    /// ask for one replica; [`PutOptions::prefer`] names the node. If that node has no space, another local node is
+    /// used. Only nodes in the memory of ranks (`Node::start_with_memory`) accept such objects.
     pub fn open_in_place(
         &self,
         medium: Medium,

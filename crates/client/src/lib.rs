@@ -40,7 +40,7 @@
 //!
 //! Reading order: [`StoreConfig`], [`StoreError`], `cluster` (the masters), `nodes` (links to the nodes), `local`
 //! (shared memory of local nodes), `replica_list` (locations of an object), `read` and `get`, `range`, `put` and
-//! `write`, `write_plan`, `in_place`, `rank_store`, `metadata`, `invalidations`, `blocks`; [`logic`] holds the pure
+//! `write`, `write_plan`, `in_place`, `rank_store`, `metadata`, `bulk`, `operators`, `drain`, `invalidations`, `blocks`; [`logic`] holds the pure
 //! decisions. The lowest layer is the [`link`](LinkConfig): one connection to one master, shared by all threads and
 //! tasks of the process.
 
@@ -90,6 +90,8 @@ mod drain;
 mod invalidations;
 #[cfg(not(shuttle))]
 mod metadata;
+#[cfg(not(shuttle))]
+mod operators;
 
 #[cfg(not(shuttle))]
 mod async_store;
@@ -112,7 +114,7 @@ pub use async_store::AsyncStore;
 #[cfg(not(shuttle))]
 pub use blocks::RemoteBlockStore;
 #[cfg(not(shuttle))]
-pub use bulk::BulkRemoval;
+pub use bulk::{BulkProgress, BulkRemoval, BulkSelection};
 #[cfg(not(shuttle))]
 pub use config::{
     ASYNC_CALLS_MAX_DEFAULT, ASYNC_QUEUE_MAX_DEFAULT, CONNECT_DEFAULT, Hedge, LOCATION_CACHE_ENTRIES_DEFAULT,
@@ -135,6 +137,8 @@ pub use metrics::{StoreMetrics, StoreStats};
 #[cfg(not(shuttle))]
 pub use nodes::NodeInfo;
 #[cfg(not(shuttle))]
+pub use operators::{Evicted, SegmentInfo, SegmentState, TenantInfo};
+#[cfg(not(shuttle))]
 pub use put::{PutItem, PutOutcome};
 #[cfg(not(shuttle))]
 pub use rank_store::{
@@ -151,7 +155,9 @@ pub use moontide_heap::{KernelCell, SharedSlotHold};
 #[cfg(not(shuttle))]
 pub use moontide_symmetric::{PageOutcome, RecordProgress};
 #[cfg(not(shuttle))]
-pub use moontide_types::Medium;
+pub use moontide_types::record::PinClass;
+#[cfg(not(shuttle))]
+pub use moontide_types::{InvalidPlace, Medium, Place, Spread};
 
 #[cfg(not(shuttle))]
 pub use link::{

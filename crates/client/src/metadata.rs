@@ -1,9 +1,9 @@
-//! Operations on metadata: exists, remove, touch, prefetch, list, stat.
+//! Operations on metadata: exists, remove, touch, pin, prefetch, list, stat.
 
 use bytes::Bytes;
 
 use moontide_proto::convert::{self, OutcomesResponse, RemoveRequest, Wire};
-use moontide_proto::{FixedRecord, Handle, Packed, PackedKeys, PackedKeysBuilder, v1};
+use moontide_proto::{Codes, FixedRecord, Handle, Packed, PackedKeys, PackedKeysBuilder, v1};
 use moontide_rt::time::Instant;
 use moontide_types::limits::REQUEST_BYTES_MAX;
 use moontide_types::record::PinClass;
@@ -119,6 +119,23 @@ impl Store {
         found.collect()
     }
 
+    /// Changes the pin class of objects: their resistance to eviction. Returns whether each exists. The masters keep the
+    /// class. When a master is lost without a handoff, the next one knows only the class of the put.
+    pub fn set_pin(&self, keys: &[&[u8]], pin: PinClass) -> Vec<Result<bool, StoreError>> {
+        let inner = &*self.inner;
+        let deadline = inner.deadline();
+        let set = inner.keyed(keys, deadline, |master, context, keys| {
+            let request = v1::SetPinRequest { context, keys, pin: pin as i32 };
+            inner.cluster.call(master, deadline, move |mut m| async move { m.set_pin(request).await })
+        });
+        let found = set.into_iter().map(|set| match set? {
+            Ok(()) => Ok(true),
+            Err(ErrorCode::NotFound | ErrorCode::NotReady) => Ok(false),
+            Err(code) => Err(StoreError::refused(code)),
+        });
+        found.collect()
+    }
+
     /// Requests promotion of objects from disk to memory, as soon as there is space. Returns whether each exists, in
     /// memory or on disk. Does not wait for the promotion.
     pub fn prefetch(&self, keys: &[&[u8]]) -> Vec<Result<bool, StoreError>> {
@@ -170,34 +187,38 @@ impl Store {
 
     /// Returns the metadata of an object. Does not count as an access.
     pub fn stat(&self, key: &[u8]) -> Result<Option<ObjectInfo>, StoreError> {
+        self.stat_batch(&[key]).pop().expect("one result per key")
+    }
+
+    /// Returns the metadata of objects; `None` for each that does not exist.
+    pub fn stat_batch(&self, keys: &[&[u8]]) -> Vec<Result<Option<ObjectInfo>, StoreError>> {
         let inner = &*self.inner;
-        let deadline = inner.deadline();
-        let (tenant, name) = (inner.cluster.tenant(), Key::new(key)?);
-        let mut results = inner.cluster.route(
-            1,
-            deadline,
-            |_| inner.local_nodes.id(tenant, name),
-            |master, _| {
-                let request = v1::QueryKeysRequest {
-                    context: Some(inner.cluster.context(deadline).to_wire()),
-                    keys: pack(&[name])?.into(),
-                };
-                let message = inner
-                    .cluster
-                    .call(master, deadline, move |mut m| async move { m.query_keys(request).await })?;
-                check_context(&message.context)?;
-                if let Some(detail) = message.details.first() {
-                    return Ok(vec![Ok(object_info(detail)?)]);
-                }
-                let code = message.codes.first_chunk::<2>().map_or(0, |code| u16::from_le_bytes(*code));
-                Ok(vec![Err(ErrorCode::try_from(u32::from(code)).unwrap_or(ErrorCode::NotFound))])
-            },
-        );
-        match results.pop().expect("one result per key")? {
+        let (tenant, deadline) = (inner.cluster.tenant(), inner.deadline());
+        let found = with_valid_keys(keys, |keys| {
+            inner.cluster.route(
+                keys.len(),
+                deadline,
+                |at| inner.local_nodes.id(tenant, keys[at]),
+                |master, part| {
+                    let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
+                    let request = v1::QueryKeysRequest {
+                        context: Some(inner.cluster.context(deadline).to_wire()),
+                        keys: pack(&keys)?.into(),
+                    };
+                    let message = inner
+                        .cluster
+                        .call(master, deadline, move |mut m| async move { m.query_keys(request).await })?;
+                    check_context(&message.context)?;
+                    object_infos(&message, keys.len())
+                },
+            )
+        });
+        let infos = found.into_iter().map(|found| match found? {
             Ok(info) => Ok(Some(info)),
             Err(ErrorCode::NotFound) => Ok(None),
             Err(code) => Err(StoreError::refused(code)),
-        }
+        });
+        infos.collect()
     }
 }
 
@@ -308,6 +329,33 @@ fn codes(message: &v1::OutcomesResponse, expected: usize) -> Result<Vec<Option<E
         return Ok(codes);
     }
     let (field, found) = ("codes", codes.len());
+    Err(StoreError::InvalidResponse(convert::ConvertError::Count { field, found, expected }))
+}
+
+/// Returns metadata or a code for each key of a query.
+fn object_infos(
+    message: &v1::QueryKeysResponse,
+    expected: usize,
+) -> Result<Vec<KeyResult<ObjectInfo>>, StoreError> {
+    let codes = Codes::decode(&message.codes, expected).map_err(|source| {
+        StoreError::InvalidResponse(convert::ConvertError::Packed { field: "codes", source })
+    })?;
+    let mut details = message.details.iter();
+    let infos = codes.iter().map(|code| match code {
+        Some(code) => Ok(Err(code)),
+        None => match details.next() {
+            Some(detail) => object_info(detail).map(Ok),
+            None => {
+                let (field, found) = ("details", message.details.len());
+                Err(StoreError::InvalidResponse(convert::ConvertError::Count { field, found, expected }))
+            }
+        },
+    });
+    let infos: Vec<KeyResult<ObjectInfo>> = infos.collect::<Result<_, _>>()?;
+    if infos.len() == expected {
+        return Ok(infos);
+    }
+    let (field, found) = ("codes", infos.len());
     Err(StoreError::InvalidResponse(convert::ConvertError::Count { field, found, expected }))
 }
 

@@ -4,7 +4,7 @@
 //! connect on first use, except those to local nodes: zero-copy reads need no look-up that would name them, so their
 //! memory is mapped at once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,15 +13,14 @@ use moontide_heap::{Liveness, LocalHeap, PerProcess};
 use moontide_rt::sync::{Mutex, RwLock};
 use moontide_rt::time::Instant;
 use moontide_transfer::shm::{ShmConfig, ShmEngine};
-use moontide_transfer::tcp::{TcpConfig, TcpEngine};
+use moontide_transfer::tcp::{NearNode, TcpConfig, TcpEngine};
 use moontide_transfer::ucx::UcxEngine;
 use moontide_transfer::{ConnectionError, Engine, EngineKind, Engines, Link, Metrics, Peer, TransferError};
-use moontide_types::limits::REPLICAS_MAX;
-use moontide_types::{Clock, NodeId, SystemClock};
+use moontide_types::limits::PREFERRED_PLACES_MAX;
+use moontide_types::{Clock, Domain, Labels, NodeId, Place, Spread, SystemClock};
 use tracing::{debug, warn};
 
-use crate::cluster::next_counter;
-use crate::config::StoreConfig;
+use crate::cluster::{Cluster, next_counter};
 use crate::error::StoreError;
 use crate::logic::{Distance, NodeHealth};
 
@@ -71,6 +70,15 @@ pub struct NodeInfo {
     pub zone: String,
     /// The node is being emptied.
     pub draining: bool,
+}
+
+impl NodeInfo {
+    /// Returns the part of the cluster that has at most one replica of an object with this spread.
+    fn domain(&self, spread: Spread) -> Domain<&str> {
+        let [host, rack, zone] =
+            [&self.host, &self.rack, &self.zone].map(|label| Some(label.as_str()).filter(|l| !l.is_empty()));
+        spread.domain(self.node, Labels { host, rack, zone })
+    }
 }
 
 /// Node with its link and health.
@@ -133,22 +141,28 @@ impl Node {
 #[derive(Debug)]
 pub(crate) struct Nodes {
     engines: Engines,
+    /// Tells nodes of other hosts where objects that this process reads much should be.
+    near: NearNode,
     labels: [String; 3],
     local: bool,
     table: RwLock<HashMap<NodeId, Arc<Node>>>,
 }
 
 impl Nodes {
-    pub(crate) fn new(config: &StoreConfig, caller: u64, metrics: Arc<Metrics>) -> Nodes {
+    pub(crate) fn new(cluster: &Cluster, metrics: Arc<Metrics>) -> Nodes {
+        let config = &cluster.config;
         let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
         if config.shm {
             engines.push(Arc::new(shm_engine(Arc::clone(&metrics))));
         }
+        let near = NearNode::default();
         let tcp = TcpConfig {
             connections: config.connections_per_node,
             connect: CONNECT,
             token: config.token,
-            caller,
+            credentials: cluster.credentials.clone(),
+            caller: cluster.caller.0,
+            near: near.clone(),
             ..TcpConfig::default()
         };
         let tcp: Arc<dyn Engine> = Arc::new(TcpEngine::new(tcp, Arc::clone(&metrics)));
@@ -161,7 +175,7 @@ impl Nodes {
         engines.push(tcp);
         let labels = [host_name(), config.rack.clone(), config.zone.clone()];
         let engines = Engines::new(engines, metrics);
-        Nodes { engines, labels, local: config.shm, table: RwLock::default() }
+        Nodes { engines, near, labels, local: config.shm, table: RwLock::default() }
     }
 
     /// Returns a node by id.
@@ -175,14 +189,36 @@ impl Nodes {
         all
     }
 
-    /// Returns the number of registered nodes.
-    pub(crate) fn count(&self) -> usize {
-        self.table.read().len()
+    /// Returns the number of registered nodes, or of the different hosts, racks or zones in which they are.
+    pub(crate) fn count_apart(&self, spread: Option<Spread>) -> usize {
+        let table = self.table.read();
+        let Some(spread) = spread else { return table.len() };
+        let domains: BTreeSet<Domain<&str>> = table.values().map(|node| node.info.domain(spread)).collect();
+        domains.len()
     }
 
-    /// Returns healthy nodes to put on if some nodes have failed, otherwise none: clients detect failures earlier than
-    /// the master.
-    pub(crate) fn healthy_when_degraded(&self) -> Vec<NodeId> {
+    /// Returns the places that a put names to the master: those that its caller prefers. If some nodes have failed, these
+    /// are left out, and healthy nodes follow, the local one first: clients detect failures earlier than the master.
+    pub(crate) fn places(&self, preferred: &[Place], local: Option<NodeId>) -> Vec<Place> {
+        let mut healthy = self.healthy_when_degraded();
+        if healthy.is_empty() {
+            return preferred.to_vec();
+        }
+        if let Some(local) = local {
+            healthy.retain(|&node| node != local);
+            healthy.insert(0, local);
+        }
+        let has_failed =
+            |node: NodeId| self.get(node).is_some_and(|node| node.health() == NodeHealth::Failed);
+        let mut places: Vec<Place> =
+            preferred.iter().copied().filter(|place| !has_failed(place.node)).collect();
+        places.extend(healthy.into_iter().map(Place::from));
+        places.truncate(PREFERRED_PLACES_MAX);
+        places
+    }
+
+    /// Returns healthy nodes to put on if some nodes have failed, otherwise none.
+    fn healthy_when_degraded(&self) -> Vec<NodeId> {
         let table = self.table.read();
         let is_good = |node: &&Arc<Node>| node.health() != NodeHealth::Failed;
         let mut good: Vec<NodeId> = table.values().filter(is_good).map(|node| node.info.node).collect();
@@ -193,7 +229,7 @@ impl Nodes {
         good.sort();
         let first = next_counter() as usize % good.len().max(1);
         good.rotate_left(first);
-        good.truncate(REPLICAS_MAX);
+        good.truncate(PREFERRED_PLACES_MAX);
         good
     }
 
@@ -256,14 +292,18 @@ impl Nodes {
             let node = kept.cloned().unwrap_or_else(|| Arc::new(self.node(info)));
             next.insert(node.info.node, node);
         }
-        let mut heaps = Vec::new();
+        let (mut heaps, mut near) = (Vec::new(), None);
         for node in next.values().filter(|node| node.distance == Distance::Mapped) {
             match self.link(node, Instant::now() + CONNECT) {
-                Ok(link) => heaps.extend(link.local().cloned()),
+                Ok(link) => {
+                    heaps.extend(link.local().cloned());
+                    near = near.or(link.local().map(|_| node.info.node));
+                }
                 Err(error) => debug!(node = %node.info.node, %error, "local memory is not mapped"),
             }
         }
         *self.table.write() = next;
+        self.near.set(near);
         heaps
     }
 

@@ -144,14 +144,18 @@ pub(crate) enum PutStartOutcome {
 }
 
 impl Inner {
-    /// Fails if fewer nodes are registered than replicas are required: waiting would not help.
+    /// Fails if fewer nodes are registered than replicas are required, or too few different ones: waiting would not help.
     fn check_nodes(&self, options: &PutOptions, deadline: Instant) -> Result<(), StoreError> {
-        let wanted = usize::from(options.replicas_min);
-        if self.nodes.count() < wanted {
+        let (wanted, spread) = (usize::from(options.replicas_min), options.spread);
+        if self.nodes.count_apart(spread) < wanted {
             self.refresh_nodes(deadline)?;
         }
-        let nodes = self.nodes.count();
-        if nodes >= wanted { Ok(()) } else { Err(StoreError::TooFewNodes { wanted, nodes }) }
+        let nodes = self.nodes.count_apart(spread);
+        match spread {
+            _ if nodes >= wanted => Ok(()),
+            Some(spread) => Err(StoreError::TooFewDomains { spread, wanted, domains: nodes }),
+            None => Err(StoreError::TooFewNodes { wanted, nodes }),
+        }
     }
 
     fn put_all(
@@ -350,17 +354,15 @@ impl Inner {
             keys.iter().map(|&(_, len)| PutEntry { len, config: 0 }).collect();
         let objects = objects.finish();
         let sections = sections(attributes, keys.len());
+        // Stripes are meant to be spread over nodes.
+        let local_node =
+            if options.prefer_local && options.stripes.is_none() { self.nodes.mapped() } else { None };
         let config = PutConfig {
             replicas: options.replicas,
             replicas_min: options.replicas_min,
             stripes: options.stripes,
-            // Stripes are meant to be spread over nodes.
-            local_node: match options.preferred_node {
-                Some(node) => Some(node),
-                None if options.prefer_local && options.stripes.is_none() => self.nodes.mapped(),
-                None => None,
-            },
-            preferred_nodes: self.nodes.healthy_when_degraded(),
+            preferred: self.nodes.places(&options.prefer, local_node),
+            local_node,
             digestless: in_place.is_some(),
             medium: in_place,
             upsert: options.upsert,
@@ -509,11 +511,14 @@ impl Inner {
 /// Shortest pause before a retry of a put that found no space: nodes confirm an eviction within about a millisecond.
 const NO_SPACE_RETRY_DELAY: Duration = Duration::from_millis(1);
 
-/// Returns whether another reservation may avoid the failure.
+/// Returns whether another reservation may avoid the failure. `PermissionDenied`: the put took so long that its node no
+/// longer accepts the capability.
 fn needs_new_reservation(error: &StoreError) -> bool {
     use ErrorCode::*;
-    matches!(error.code(), StaleEpoch | StaleTerm | StaleGeneration | StaleSession | Overlap)
-        || matches!(error, StoreError::Node { source, .. } if is_connection_error(source))
+    matches!(
+        error.code(),
+        StaleEpoch | StaleTerm | StaleGeneration | StaleSession | Overlap | PermissionDenied
+    ) || matches!(error, StoreError::Node { source, .. } if is_connection_error(source))
 }
 
 /// Packs one attributes section per key; empty if there are no attributes.

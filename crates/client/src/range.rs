@@ -19,7 +19,7 @@ use crate::error::StoreError;
 use crate::local::LocalLookup;
 use crate::logic::{Distance, RetryDecision, classify};
 use crate::nodes::is_connection_error;
-use crate::read::{ReadSource, is_disk_error};
+use crate::read::{ReadSource, is_disk_error, unless_gone};
 use crate::replica_list::ReplicaList;
 use crate::store::{Inner, Store};
 
@@ -46,7 +46,8 @@ impl Store {
 
 /// Failure of a stripe's part of a range.
 enum StripeError {
-    Stale,
+    /// As [`Outcome::Stale`](crate::read::Outcome::Stale).
+    Stale(Option<StoreError>),
     /// The only copies were on disks, and these cannot read them.
     Lost,
     Error(StoreError),
@@ -102,9 +103,9 @@ impl Inner {
                         if on_disk { ReadSource::Disk } else { ReadSource::Memory(Distance::Remote) };
                     return Ok(Some((source, range.len() as usize)));
                 }
-                Err(StripeError::Stale) => {
+                Err(StripeError::Stale(error)) => {
                     self.invalidate_location(&location);
-                    failed = None;
+                    failed = error;
                 }
                 Err(StripeError::Lost) => return Ok(None),
                 Err(StripeError::Error(error)) => {
@@ -199,10 +200,10 @@ impl Inner {
                     last = StripeError::Lost;
                 }
                 Err(error) if error.code() == ErrorCode::Busy && location.is_on_disk(replica) => {
-                    last = StripeError::Stale;
+                    last = StripeError::Stale(None);
                 }
                 Err(error) => match classify(error.code()) {
-                    RetryDecision::Relookup => return Err(StripeError::Stale),
+                    RetryDecision::Relookup => return Err(StripeError::Stale(unless_gone(error))),
                     RetryDecision::Final => return Err(StripeError::Error(error)),
                     RetryDecision::OtherReplica => last = StripeError::Error(error),
                 },

@@ -281,7 +281,7 @@ impl RankStore {
         if !are_pages(bytes, page_bytes) {
             return wrong("page_bytes", PAGES_RULE);
         }
-        let options = PutOptions { preferred_node: Some(layout.node), ..PutOptions::default() };
+        let options = PutOptions { prefer: vec![layout.node.into()], ..PutOptions::default() };
         let plan = self.store.open_in_place(self.memory.medium(), key, bytes, &options)?;
         let (address, stripe) = (plan.record_address(), plan.stripe());
         // The master may have chosen another local node that has space.

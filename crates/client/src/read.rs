@@ -47,8 +47,9 @@ pub(crate) enum Outcome {
     Open,
     /// The buffer holds verified bytes.
     Done(ReadSource),
-    /// The location is stale: look it up again.
-    Stale,
+    /// The location is stale: look it up again. The error, if another look-up that ends the same way must not count as a
+    /// miss.
+    Stale(Option<StoreError>),
     /// The only copies were on disks, and these cannot read them: a miss for the caller.
     Lost,
     /// All replicas failed, or the error is final.
@@ -313,7 +314,7 @@ impl ReadRound<'_> {
             if node_reads.link.engine() == EngineKind::Ucx
                 && leased.is_none_or(|until| until <= SystemClock.now())
             {
-                self.outcomes[job.read] = Outcome::Stale;
+                self.outcomes[job.read] = Outcome::Stale(None);
                 continue;
             }
             node_reads.sent.push((index, replica));
@@ -512,7 +513,9 @@ impl ReadRound<'_> {
                 job.last = Some(error);
             }
             Err(error) => match classify(error.code()) {
-                RetryDecision::Relookup => self.outcomes[job.read] = Outcome::Stale,
+                RetryDecision::Relookup => {
+                    self.outcomes[job.read] = Outcome::Stale(unless_gone(error));
+                }
                 RetryDecision::Final => self.outcomes[job.read] = Outcome::Failed(error),
                 RetryDecision::OtherReplica => {
                     if error.code() == ErrorCode::StaleSession
@@ -536,10 +539,16 @@ impl StripeRead {
         let last = self.last.take().unwrap_or(StoreError::refused(ErrorCode::Unreachable));
         // The staging memory of the last node is full: ask again, the object may be in memory by then.
         if self.disk_busy && last.code() == ErrorCode::Busy {
-            return Outcome::Stale;
+            return Outcome::Stale(None);
         }
         if self.disk_failed && is_disk_error(last.code()) { Outcome::Lost } else { Outcome::Failed(last) }
     }
+}
+
+/// Returns the error of a stale location unless it means that the object is gone. A node that refuses the capabilities that the
+/// master has just signed does not say that the object does not exist.
+pub(crate) fn unless_gone(error: StoreError) -> Option<StoreError> {
+    (error.code() == ErrorCode::PermissionDenied).then_some(error)
 }
 
 /// Returns whether the code means that a disk cannot read a record: it failed, the record is corrupt, or the node has

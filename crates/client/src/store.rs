@@ -82,7 +82,7 @@ impl Store {
         let until = Instant::now() + config.connect_timeout;
         let (cluster, identity) = Cluster::connect(config)?;
         let transfer_metrics = TransferMetrics::new();
-        let nodes = Nodes::new(&cluster.config, cluster.caller.0, Arc::clone(&transfer_metrics));
+        let nodes = Nodes::new(&cluster, Arc::clone(&transfer_metrics));
         let per_shard = cluster.config.location_cache_entries.div_ceil(SHARDS);
         let metrics = StoreMetrics::default();
         let inner = Arc::new_cyclic(|self_weak| Inner {
@@ -258,7 +258,7 @@ impl Inner {
                 // Mapping memory waits for a node: keep it off the runtime's thread.
                 let done = tokio::task::spawn_blocking(move || {
                     map.iter().for_each(|map| store.cluster.observe_map(map));
-                    if several && nodes.nodes.len() < store.nodes.count() {
+                    if several && nodes.nodes.len() < store.nodes.count_apart(None) {
                         // A node may have left, or this master does not know all nodes yet.
                         if let Err(error) = store.refresh_nodes_now(store.deadline()) {
                             debug!(%error, "refresh of the node list failed");

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
-use moontide_client::{GetInto, Hedge, PutItem, PutOptions, PutOutcome, Store, StoreConfig};
+use moontide_client::{
+    GetInto, Hedge, Place, PutItem, PutOptions, PutOutcome, Spread, Store, StoreConfig, StoreError,
+};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{Node, NodeConfig};
 use moontide_rt::SplitMix64;
-use moontide_types::ErrorCode;
+use moontide_types::{ErrorCode, NodeId};
 
 /// Cluster in this process.
 struct Cluster {
@@ -210,6 +212,51 @@ fn replicas_and_stripes_are_spread_and_read_back() {
 }
 
 #[test]
+fn put_options_say_where_the_replicas_are() {
+    let cluster = Cluster::start(3, 64 << 20);
+    for (by, store) in [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())] {
+        let put = |name: &str, options: &PutOptions| {
+            let key = format!("{by}-{name}");
+            store.put_with(key.as_bytes(), &[b"there"], options)?;
+            let location = store.get_location(key.as_bytes())?.expect("just stored");
+            Ok::<_, StoreError>(location.stripes.iter().map(|stripe| stripe.node).collect::<Vec<_>>())
+        };
+        let nodes: Vec<_> = store.nodes().unwrap().iter().map(|node| node.node).collect();
+        let absent: Place = NodeId(1).into();
+        for (at, &node) in nodes.iter().enumerate() {
+            let second = nodes[(at + 1) % 3];
+            let prefer = vec![absent, node.into(), node.into(), second.into()];
+            let one = PutOptions { prefer: prefer.clone(), ..PutOptions::default() };
+            assert_eq!(put(&format!("one-{at}"), &one).unwrap(), [node]);
+            let two = PutOptions { replicas: 2, prefer, ..PutOptions::default() };
+            assert_eq!(put(&format!("two-{at}"), &two).unwrap(), [node, second]);
+        }
+        // All nodes are on this host: of two replicas on different hosts, one is made.
+        let apart = PutOptions { replicas: 2, spread: Some(Spread::Host), ..PutOptions::default() };
+        assert_eq!(put("apart", &apart).unwrap().len(), 1);
+        let refused = put("all", &PutOptions { replicas_min: 2, ..apart });
+        assert!(
+            matches!(refused, Err(StoreError::TooFewDomains { spread: Spread::Host, wanted: 2, domains: 1 })),
+            "{refused:?}"
+        );
+        assert_eq!(store.get(format!("{by}-all").as_bytes()).unwrap(), None);
+        // No node has a disk: the put succeeds all the same.
+        let on_disk = PutOptions { disk_replicas: 1, ..PutOptions::default() };
+        assert_eq!(put("on-disk", &on_disk).unwrap().len(), 1);
+        for (what, options) in [
+            ("prefer", PutOptions { prefer: vec![absent; 9], ..PutOptions::default() }),
+            ("disk_replicas", PutOptions { disk_replicas: 2, ..PutOptions::default() }),
+        ] {
+            let refused = put("refused", &options).unwrap_err();
+            assert!(
+                matches!(refused, StoreError::InvalidArgument { what: of, .. } if of == what),
+                "{refused}"
+            );
+        }
+    }
+}
+
+#[test]
 fn write_plan_commits_only_in_its_epoch_and_can_abort() {
     let cluster = Cluster::start(1, 64 << 20);
     for (by, store) in [("shm", cluster.shm_store()), ("tcp", cluster.tcp_store())] {
@@ -287,7 +334,8 @@ fn put_after_remove_all_becomes_visible_to_all_clients() {
             timeout_ms: 5000,
             ..Default::default()
         });
-        let request = moontide_proto::v1::RemoveAllRequest { context, force: true, generation: 0 };
+        let request =
+            moontide_proto::v1::RemoveAllRequest { context, force: true, generation: 0, groups: vec![] };
         assert_eq!(master.remove_all(request).await.unwrap().into_inner().context.unwrap().code, 0);
     });
     // A put learns the generation at once.

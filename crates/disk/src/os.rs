@@ -4,8 +4,8 @@
 //! the file system refuses direct I/O, the page cache is used. The engine is io_uring if the kernel allows it,
 //! otherwise plain reads and writes: a start never fails for that reason, and a warning is logged once.
 //!
-//! Invariants: no path leaves the root; every descriptor is closed on exec; an operation that fails because the disk is
-//! full does not change the length of the file.
+//! Invariants: no path leaves the root; no other user may read what is created; every descriptor is closed on exec; an
+//! operation that fails because the disk is full does not change the length of the file.
 
 mod op;
 mod posix;
@@ -19,7 +19,7 @@ mod tests;
 use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -81,7 +81,7 @@ impl OsStorage {
 
     /// Like [`OsStorage::open`]; `direct` is false to simulate a file system without direct I/O.
     fn open_with(root: &Path, engine: IoEngine, direct: bool) -> io::Result<OsStorage> {
-        fs::create_dir_all(root)?;
+        private_dir().recursive(true).create(root)?;
         // The root must not depend on the working directory of the process.
         let root = root.canonicalize()?;
         if let Some(parent) = root.parent() {
@@ -131,7 +131,7 @@ impl OsStorage {
 
     fn open_direct(&self, path: &Path, mode: OpenMode) -> io::Result<(fs::File, bool)> {
         let mut options = OpenOptions::new();
-        options.read(true).write(mode != OpenMode::Read);
+        options.read(true).write(mode != OpenMode::Read).mode(0o600);
         let refused = if self.is_direct() {
             let mut options = options.clone();
             options.create_new(mode == OpenMode::Create).custom_flags(libc::O_DIRECT);
@@ -153,6 +153,13 @@ impl OsStorage {
         let file = options.open(path)?;
         Ok((file, false))
     }
+}
+
+/// Returns a builder of directories that only this user may enter.
+fn private_dir() -> fs::DirBuilder {
+    let mut builder = fs::DirBuilder::new();
+    builder.mode(0o700);
+    builder
 }
 
 impl Storage for OsStorage {
@@ -207,7 +214,7 @@ impl Storage for OsStorage {
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {
         let path = self.path(path);
-        match fs::create_dir(&path) {
+        match private_dir().create(&path) {
             Err(err) if err.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
             result => result,
         }

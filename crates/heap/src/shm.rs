@@ -11,6 +11,7 @@
 //! | `fill` | payload and digests of a record |
 //! | `trailer` | tenant, key and attributes, which follow them |
 //! | `grant` | grants, and the errors of begin, commit and kill |
+//! | `written` | the bytes of a record that have arrived |
 //! | `draft` | header and trailer of a record before they are written |
 //! | `owner` | one segment: begin, commit, kill, reclaim |
 //! | `node_heap` | the node: index region, ledgers, segments, its own pins |
@@ -45,6 +46,7 @@ mod segment;
 pub mod socket;
 mod staging;
 mod trailer;
+mod written;
 
 pub use device_slice::{DeviceMemory, DeviceSlice};
 pub use error::ShmError;

@@ -257,6 +257,7 @@ fn wrong_page_digest_fails_publish_and_write_recomputes_it() {
 
     let mut wrong = claim();
     wrong.bytes_mut(whole).copy_from_slice(&payload);
+    wrong.set_written();
     wrong.set_page_digest(0, digests[0]);
     wrong.set_page_digest(1, digests[1] ^ 1);
     assert!(matches!(wrong.publish(root), Err(CommitError::Root { .. })), "a wrong digest was not detected");

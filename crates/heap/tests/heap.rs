@@ -447,6 +447,7 @@ fn node_threads_fill_disjoint_ranges_of_one_record() {
             scope.spawn(move || {
                 let mut claim = claim(from, to).expect("no other claim on these bytes");
                 claim.bytes_mut(span(from, to)).copy_from_slice(&payload[from..to]);
+                claim.set_written();
                 if (from, to) == (0, page) {
                     claim.digest_page(0);
                 }
@@ -569,7 +570,10 @@ fn node_publish_computes_digests_and_verifies_root() {
     let GrantedObject { segment, slot, epoch, id, .. } = granted;
     let publish = |root| node.heap.publish(segment, slot, epoch, root);
     let whole = Span::new(0, payload.len() as u64).unwrap();
-    node.heap.claim(segment, slot, epoch).unwrap().bytes_mut(whole).copy_from_slice(&payload);
+    let mut first = node.heap.claim(segment, slot, epoch).unwrap();
+    first.bytes_mut(whole).copy_from_slice(&payload);
+    first.set_written();
+    drop(first);
     let root = node.heap.claim(segment, slot, epoch).unwrap().complete();
     // Clears the digests again: publishing computes them.
     node.heap.claim(segment, slot, epoch).unwrap().bytes_mut(whole).copy_from_slice(&payload);
@@ -604,6 +608,58 @@ fn node_publish_computes_digests_and_verifies_root() {
     let root = claim.fill(&[1]);
     assert_eq!(node.kill(&granted), KillOutcome::Killed);
     assert!(matches!(claim.publish(root), Err(CommitError::Word { .. })));
+}
+
+#[test]
+fn record_with_unwritten_bytes_is_not_published() {
+    // Failure: a record that was committed without its bytes returned those of an earlier record, perhaps of another tenant.
+    // Cause: without digests nothing was compared, and with them a writer could try roots. Fix: the node knows which bytes
+    // have arrived, and compares nothing before all of them have.
+    let len = 300_000;
+    let node = TestNode::new(1, 4, 1 << 20);
+    let span = |from: u64, to: u64| Span::new(from, to - from).unwrap();
+    let secret = node.put(b"secret", &bytes(len as usize, 1));
+    assert_eq!(node.kill(&secret), KillOutcome::Killed);
+    assert_eq!(node.reclaim().freed.len(), 1);
+    let granted = node.begin(b"k", len, PayloadWriter::Node).unwrap();
+    let GrantedObject { segment, slot, epoch, id, .. } = granted;
+    let publish = |root| node.heap.publish(segment, slot, epoch, root);
+    let commit = |root| node.heap.commit(segment, slot, epoch, root, PayloadWriter::Node);
+    let write = |from: u64, to: u64, is_whole: bool| {
+        let mut claim = node.heap.claim_range(segment, slot, epoch, span(from, to)).unwrap();
+        claim.bytes_mut(span(from, to)).fill(7);
+        if is_whole {
+            claim.set_written();
+        }
+    };
+    // The root of what is in the memory is the right one, and no root tells more than another.
+    let found = || node.heap.claim(segment, slot, epoch).unwrap().complete();
+    let refused = || [found(), found() ^ 1].map(|root| (publish(root), commit(root)));
+    let incomplete = [(Err(CommitError::Incomplete), Err(CommitError::Incomplete)); 2];
+    assert_eq!(refused(), incomplete, "nothing is written");
+    write(0, 100_000, true);
+    write(100_001, len, true);
+    assert_eq!(refused(), incomplete, "one byte is missing");
+    write(90_000, 110_000, false);
+    assert_eq!(refused(), incomplete, "a write failed in the middle");
+    std::thread::scope(|scope| {
+        scope.spawn(|| write(100_000, 100_001, true));
+        scope.spawn(|| write(5, 90_000, true));
+    });
+    let root = found();
+    assert_eq!(publish(root ^ 1), Err(CommitError::Root { found: root, named: root ^ 1 }));
+    assert_eq!(publish(root), Ok(()));
+    let local = node.connect("unwritten");
+    assert!(hit(local.reader().unwrap().get(&id, now())).bytes().iter().all(|&byte| byte == 7));
+
+    // The memory of the next record of this slot is unwritten again; an empty one has no bytes to write.
+    assert_eq!(node.kill(&granted), KillOutcome::Killed);
+    assert_eq!(node.reclaim().freed.len(), 1);
+    let again = node.begin(b"k", len, PayloadWriter::Node).unwrap();
+    assert_eq!(node.heap.publish(again.segment, again.slot, again.epoch, root), Err(CommitError::Incomplete));
+    let empty = node.begin(b"empty", 0, PayloadWriter::Node).unwrap();
+    let root = node.heap.claim(empty.segment, empty.slot, empty.epoch).unwrap().complete();
+    assert_eq!(node.heap.publish(empty.segment, empty.slot, empty.epoch, root), Ok(()));
 }
 
 #[test]

@@ -171,6 +171,59 @@ fn client_of_another_user_is_rejected() {
     assert!(output.contains("rejected") && output.contains("PermissionDenied"), "{output}");
 }
 
+/// Not a test: body of a child process that listens in place of a node.
+#[test]
+fn impostor() {
+    let Ok(path) = std::env::var("MOONTIDE_TEST_IMPOSTOR") else { return };
+    let listener =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .unwrap();
+    rustix::net::bind(&listener, &SocketAddrUnix::new(Path::new(&path)).unwrap()).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    println!("listening");
+    let socket = rustix::net::accept(&listener).unwrap();
+    let received =
+        rustix::net::recv(&socket, &mut [0; RawMessage::BYTES][..], rustix::net::RecvFlags::empty());
+    println!("received {} bytes", received.unwrap().0);
+}
+
+#[test]
+fn socket_of_another_user_gets_nothing_from_client() {
+    // Failure: a client sent its Hello to any process that listened at the path of a node's socket, and mapped what it got.
+    use std::io::{BufRead, BufReader};
+    let _serial = serialize();
+    if !rustix::process::getuid().is_root() {
+        return not_run("starting a process of another user needs root");
+    }
+    let path = std::env::temp_dir().join(format!("moontide-impostor-{}.sock", std::process::id()));
+    let copy = std::env::temp_dir().join(format!("moontide-impostor-{}", std::process::id()));
+    std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+    let mut command = Command::new(&copy);
+    command.args(["--exact", "impostor", "--nocapture"]).env("MOONTIDE_TEST_IMPOSTOR", &path);
+    let mut child = command.stdout(Stdio::piped()).uid(65534).gid(65534).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains("listening")));
+    // SAFETY: nothing is mapped.
+    let refused = unsafe { connect(&path, TIMEOUT, u64::MAX) }.unwrap_err();
+    assert!(matches!(refused, ShmError::NodeUser { uid: 65534, .. }), "{refused}");
+    assert!(lines.any(|line| line.contains("received 0 bytes")), "the client sent something");
+    child.wait().unwrap();
+    std::fs::remove_file(&copy).unwrap();
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn file_of_the_socket_is_private() {
+    let _serial = serialize();
+    let node = TestNode::new(1, 4, 64 << 10);
+    // Of the whole process; the tests of this file run one at a time.
+    let umask = rustix::process::umask(rustix::fs::Mode::empty());
+    let (_listener, path) = node.bind_listener("mode");
+    rustix::process::umask(umask);
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+}
+
 #[test]
 fn client_exit_is_detected_by_pidfd_not_by_socket() {
     let _serial = serialize();

@@ -246,6 +246,7 @@ fn object_staged_and_promoted_is_readable_from_either() {
         heap.begin_copy(granted, &grant).unwrap();
         let mut claim = heap.claim(granted, slot, at).unwrap();
         claim.bytes_mut(Span::new(0, 1000).unwrap()).copy_from_slice(staged.pin().unwrap().payload());
+        claim.set_written();
         claim.publish(root).unwrap();
         if staged_released_first {
             drop(staged);

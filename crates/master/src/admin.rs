@@ -1,4 +1,4 @@
-//! Admin endpoints (HTTP): metrics, health, listings of nodes, segments and keys, drains.
+//! Admin endpoints (HTTP): metrics, health, listings, and requests of operators.
 //!
 //! | request | response |
 //! |---|---|
@@ -12,50 +12,71 @@
 //! | `GET /query_key?key=&tenant=` | metadata of one key |
 //! | `GET /batch_query_keys?keys=a,b&tenant=` | metadata of several keys; a comma in a key is written `%2C` |
 //! | `POST /batch_query_keys?tenant=` | the same, with a JSON list of keys as body |
+//! | `POST /set_pin?keys=a,b&pin=` | changes the pin class of objects: `none`, `soft` or `hard` |
+//! | `POST /touch?keys=a,b` | marks objects as used |
+//! | `POST /prefetch?keys=a,b` | promotes objects from disk to memory |
+//! | `POST /remove_by_prefix?prefix=&force=` | starts a job: removes all keys with a prefix |
+//! | `POST /remove_by_regex?pattern=&force=` | starts a job: removes all keys that match an expression |
+//! | `POST /remove_all?tenant=&force=` | starts a job: removes all objects of a tenant, which must be named |
+//! | `POST /evict?target_permille=` | evicts objects until at most this share of the memory is used |
+//! | `GET /get_all_tenants` | tenants with quota and usage |
+//! | `POST /tenants/{tenant}/quota?bytes_max=&objects_max=` | sets the quota of a tenant |
 //! | `POST /segments/{node}/{segment}/drain?evict=` | starts a job: no new objects; the others move, or with `evict` leave |
 //! | `POST /nodes/{node}/drain` | empties a node: its objects move to other nodes |
 //! | `POST /nodes/{node}/undrain` | ends that: the node accepts new objects again |
 //! | `GET /jobs/{job}` | progress of a job |
 //!
+//! Listings and changes cover the groups of this master. Quotas and drains of nodes reach all masters.
+//!
 //! A drained segment accepts no new objects. Its objects move to other segments; with `evict` the master evicts those that
 //! are not in use instead. The job is done when the segment is empty. A drained node is empty when all its segments in
 //! memory are: `GET /get_all_segments` shows them.
+//!
+//! Every `POST` needs the header [`ADMIN_HEADER`](moontide_tasks::ADMIN_HEADER), and every request a `Host` that is this one: see [`AdminGuard`].
 //!
 //! Responses are JSON; with `?format=text` or `Accept: text/plain` the listings of segments and keys are plain lines.
 //! Keys are bytes, formatted by [`text`]: percent-decoding returns the key. `next_cursor` is the cursor of the next
 //! page; plain-text responses have it in the header `moontide-next-cursor`. Errors are
 //! `{"code", "name", "message", "hint"}` with a matching HTTP status.
 
+mod changes;
 mod response;
 mod text;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{DefaultBodyLimit, Path, RawQuery, State};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, RawQuery, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
+use moontide_auth::ClientCertificates;
 use moontide_proto::{Codes, PackedKeys, PackedKeysBuilder, v1};
-use moontide_tasks::BoundedListener;
-use moontide_types::limits::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
-use moontide_types::{ErrorCode, InvalidNodeId, Key, NodeId};
+use moontide_tasks::{ALPN_HTTP, AdminGuard, BoundedListener, ConnectionInfo, Protocol, TlsServer};
+use moontide_types::limits::BATCH_KEYS_MAX;
+use moontide_types::{ErrorCode, Key};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
+use crate::access::{self, Refused};
 use crate::metrics::{Metrics, ServerCounters};
 use crate::service::{NodeInfo, Role, Service};
-use response::{AdminError, Job, Object, Segment, check};
+use response::{AdminError, Object, Segment, check};
 use text::{Query, decode_value, from_hex, hex, show_key, unescape};
 
 /// Connection limit, for scrapers, probes and operators.
 const CONNECTIONS_MAX: usize = 256;
 
-/// Idle timeout of a connection: an idle connection counts against the limit.
-const IDLE_MAX: Duration = Duration::from_secs(10);
+/// Time without a byte of a response after which a connection is closed. Longer than a call takes ([`TIMEOUT_MS`]) whose
+/// request arrives slowly.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// Longest body of a request: as many keys of a kilobyte as a batch may have. All connections together may be receiving one.
+const BODY_BYTES_MAX: usize = BATCH_KEYS_MAX << 10;
 
 /// Timeout of a call in milliseconds.
 const TIMEOUT_MS: u32 = 10_000;
@@ -86,10 +107,14 @@ pub(crate) async fn serve(
     service: Arc<Service>,
     metrics: Metrics,
     counters: Arc<ServerCounters>,
+    guard: AdminGuard,
     mut stop: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
-    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, counters, Some(IDLE_MAX));
-    axum::serve(listener, router(AdminState { service, metrics }))
+    let protocol = Protocol::Http1 { answer_max: ANSWER_MAX };
+    let tls = TlsServer::new(service.credentials().cloned(), ClientCertificates::Optional, ALPN_HTTP);
+    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, protocol, counters).with_tls(tls);
+    let router = router(AdminState { service, metrics }, guard);
+    axum::serve(listener, router.into_make_service_with_connect_info::<ConnectionInfo>())
         .with_graceful_shutdown(async move {
             // An error means that the sender was dropped, which also means shutdown.
             let _ = stop.wait_for(|&stop| stop).await;
@@ -97,7 +122,7 @@ pub(crate) async fn serve(
         .await
 }
 
-fn router(state: AdminState) -> Router {
+fn router(state: AdminState, guard: AdminGuard) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
         .route("/health", get(async || Json(json!({"status": "ok"}))))
@@ -108,15 +133,42 @@ fn router(state: AdminState) -> Router {
         .route("/get_all_keys", get(get_all_keys))
         .route("/query_key", get(query_key))
         .route("/batch_query_keys", get(batch_query_keys).post(batch_query_keys_of_list))
-        .route("/segments/{node}/{segment}/drain", post(drain))
-        .route("/nodes/{node}/drain", post(drain_node))
-        .route("/nodes/{node}/undrain", post(undrain_node))
-        .route("/jobs/{job}", get(job))
+        .route("/set_pin", post(changes::set_pin))
+        .route("/touch", post(changes::touch))
+        .route("/prefetch", post(changes::prefetch))
+        .route("/remove_by_prefix", post(changes::remove_by_prefix))
+        .route("/remove_by_regex", post(changes::remove_by_regex))
+        .route("/remove_all", post(changes::remove_all))
+        .route("/evict", post(changes::evict))
+        .route("/get_all_tenants", get(changes::get_all_tenants))
+        .route("/tenants/{tenant}/quota", post(changes::set_quota))
+        .route("/segments/{node}/{segment}/drain", post(changes::drain))
+        .route("/nodes/{node}/drain", post(changes::drain_node))
+        .route("/nodes/{node}/undrain", post(changes::undrain_node))
+        .route("/jobs/{job}", get(changes::job))
         .fallback(async || {
             AdminError::new(ErrorCode::NotFound, "no such endpoint; see docs/master.md for the list")
         })
-        .layer(DefaultBodyLimit::max(REQUEST_BYTES_MAX))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(from_fn_with_state(Arc::new(guard), check_request))
         .with_state(Arc::new(state))
+}
+
+/// Refuses requests that a page of another site may have caused, and callers that have no right to them.
+async fn check_request(
+    State(guard): State<Arc<AdminGuard>>,
+    ConnectInfo(info): ConnectInfo<ConnectionInfo>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let call = moontide_tasks::call_of_page(request.method(), request.uri().path());
+    if let Err(Refused { text, .. }) = access::check_call(info.caller(), call) {
+        return AdminError::new(ErrorCode::PermissionDenied, text).into_response();
+    }
+    match guard.check(request.method(), request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(denied) => AdminError::new(ErrorCode::PermissionDenied, denied.to_string()).into_response(),
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------- state
@@ -155,7 +207,6 @@ async fn get_all_nodes(State(state): Shared) -> Json<Value> {
             info.addresses.iter().map(|(engine, address)| json!({"engine": engine, "address": address}));
         json!({
             "node": info.node.to_string(),
-            "session": info.session.0.to_string(),
             "host": host,
             "rack": rack,
             "zone": zone,
@@ -253,13 +304,16 @@ async fn query_key(State(state): Shared, RawQuery(query): RawQuery) -> Result<Re
 
 async fn batch_query_keys(State(state): Shared, RawQuery(query): RawQuery) -> Result<Response, AdminError> {
     let query = Query(query.as_deref().unwrap_or_default());
-    let raw = query
-        .raw("keys")
-        .ok_or_else(|| AdminError::argument("keys are missing; use /batch_query_keys?keys=a,b"))?;
+    batch(&state, query, &keys_of(query)?)
+}
+
+/// Returns the keys of a query `keys=a,b`.
+fn keys_of(query: Query<'_>) -> Result<Vec<Vec<u8>>, AdminError> {
+    let raw = query.raw("keys").ok_or_else(|| AdminError::argument("keys are missing; use ?keys=a,b"))?;
     // Split at commas first: a comma of a key is still escaped.
     let keys =
         raw.split(|&byte| byte == b',').map(|key| decode_value(key).ok_or_else(|| wrong_escape("keys")));
-    batch(&state, query, &keys.collect::<Result<Vec<_>, _>>()?)
+    keys.collect()
 }
 
 async fn batch_query_keys_of_list(
@@ -312,52 +366,6 @@ fn query_keys(state: &AdminState, query: Query<'_>, keys: &[Vec<u8>]) -> Result<
         (show_key(key), result)
     });
     Ok(results.collect())
-}
-
-// ----------------------------------------------------------------------------------------------------- jobs
-
-async fn drain(
-    State(state): Shared,
-    Path((node, segment)): Path<(String, String)>,
-    RawQuery(query): RawQuery,
-) -> Result<Response, AdminError> {
-    let query = Query(query.as_deref().unwrap_or_default());
-    let evict = match query.raw("evict") {
-        None | Some(b"false" | b"0") => false,
-        Some(b"" | b"true" | b"1") => true,
-        Some(_) => return Err(AdminError::argument("evict must be true or false")),
-    };
-    let node: NodeId =
-        node.parse().map_err(|error: InvalidNodeId| AdminError::argument(error.to_string()))?;
-    let segment = Some(v1::SegmentRef { node: node.0, segment: number(segment.as_bytes(), "segment")? });
-    let response =
-        state.service.drain_segment(&v1::DrainSegmentRequest { context: context(query)?, segment, evict });
-    check(response.context.as_ref(), "cannot drain segment")?;
-    Ok((StatusCode::ACCEPTED, Json(json!({"job": response.job.to_string()}))).into_response())
-}
-
-async fn drain_node(State(state): Shared, Path(node): Path<String>) -> Result<Response, AdminError> {
-    order_drain(&state, &node, false)
-}
-
-async fn undrain_node(State(state): Shared, Path(node): Path<String>) -> Result<Response, AdminError> {
-    order_drain(&state, &node, true)
-}
-
-fn order_drain(state: &AdminState, node: &str, undrain: bool) -> Result<Response, AdminError> {
-    let node: NodeId =
-        node.parse().map_err(|error: InvalidNodeId| AdminError::argument(error.to_string()))?;
-    let context = context(Query(""))?;
-    let response = state.service.drain_node(&v1::DrainNodeRequest { context, node: node.0, undrain });
-    check(response.context.as_ref(), "cannot drain node")?;
-    Ok((StatusCode::ACCEPTED, Json(json!({"node": node.to_string(), "drain": !undrain}))).into_response())
-}
-
-async fn job(State(state): Shared, Path(job): Path<String>) -> Result<Json<Job>, AdminError> {
-    let job = number(job.as_bytes(), "job")?;
-    let response = state.service.get_any_job(job);
-    check(response.context.as_ref(), "cannot get job")?;
-    Ok(Json(Job::of(job, &response)))
 }
 
 // ------------------------------------------------------------------------------------------------ arguments

@@ -9,11 +9,14 @@ use std::num::NonZeroU16;
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
+use moontide_auth::{CredentialFiles, Credentials, CredentialsError};
 use moontide_meta::{Admission, OffloadTrigger, PlacementKind};
 use moontide_proto::limits::ADDRESS_BYTES_MAX;
 use moontide_settings::{
-    Bytes, Component, HostPort, InvalidConfig, InvalidSetting, Millis, choices, is_host_and_port, settings,
+    Bytes, Component, HostNames, HostPort, InvalidConfig, InvalidSetting, Millis, choices, is_host_and_port,
+    is_host_name, settings,
 };
 use moontide_types::limits::{GROUPS_MAX, LEASE_MS_MAX, OBJECT_BYTES_MAX, PAGE_BYTES, RESERVATION_MS_MAX};
 
@@ -30,6 +33,17 @@ const SESSION_TTL_MS_DEFAULT: u32 = 10_000;
 /// More than twice the longest observed stall during the prefault of a segment.
 const NODE_REJOIN_WINDOW_MS_DEFAULT: u32 = 60_000;
 const REPAIR_DELAY_MS_DEFAULT: u32 = 30_000;
+/// A node of 256 GiB that joins full ones is as full as they are within half an hour, with a hundredth of its memory bandwidth.
+const REBALANCE_BYTES_PER_S_DEFAULT: u64 = 128 << 20;
+/// Ordinary placement keeps nodes within a few hundredths of each other.
+const REBALANCE_SKEW_PERMILLE_DEFAULT: u16 = 100;
+/// Below that, the copy takes a larger part of the network than what it saves.
+const HOT_COPY_BYTES_DEFAULT: u64 = 4 << 20;
+/// Longer than the pause between two requests of a busy conversation.
+const HOT_COPY_IDLE_MS_DEFAULT: u32 = 60_000;
+/// A stolen capability is accepted for twice that long at most. Reads from cached locations that are older than that cost a
+/// refused request and a look-up.
+const CAPABILITY_ROTATION_MS_DEFAULT: u32 = 300_000;
 /// The longest lease or reservation, plus 1 % for clock drift.
 const REALLOCATION_DELAY_MS_DEFAULT: u32 = max(LEASE_MS_MAX, RESERVATION_MS_MAX) / 100 * 101;
 /// Time until a dead master is replaced; a master that stalls for longer loses its groups.
@@ -90,6 +104,10 @@ settings! {
         frame_listen: SocketAddr = FRAME_LISTEN_DEFAULT;
         /// Address of the admin endpoints (HTTP): metrics, health, listings.
         admin_listen: SocketAddr = ADMIN_LISTEN_DEFAULT;
+        /// Further names of this host in requests to the admin endpoints, e.g. that of a service or a proxy.
+        ///
+        /// Requests for any other name are refused, except IP addresses, localhost, the name of the host and advertised names.
+        admin_hosts: Vec<String> as HostNames = Vec::new();
         /// Address at which other processes reach the gRPC server.
         ///
         /// Required if grpc_listen is a wildcard, e.g. 0.0.0.0; otherwise none is grpc_listen.
@@ -98,6 +116,14 @@ settings! {
         ///
         /// Required if frame_listen is a wildcard; otherwise none is frame_listen.
         frame_advertise: Option<String> as Option<HostPort> = None;
+        /// CA certificates in PEM format, from which the certificates of all peers must come; none for no TLS.
+        ca: Option<PathBuf> = None, variable "MOONTIDE_CA";
+        /// Certificate of this process in PEM format.
+        cert: Option<PathBuf> = None, variable "MOONTIDE_CERT";
+        /// Private key of this process in PEM format.
+        key: Option<PathBuf> = None, variable "MOONTIDE_KEY";
+        /// Serve hosts on the network without TLS: every process that reaches a port may do everything.
+        insecure_no_tls: bool = false;
         /// Registry of a cluster with several masters: etcd://host:port,host:port/prefix or kubernetes://namespace/name.
         ///
         /// It stores the identity of the cluster, and data_dir is not used.
@@ -136,6 +162,24 @@ settings! {
         /// A node that only restarts or reconnects within it causes no copies. Objects with one replica are not copied.
         repair_delay_ms: u32 as Millis = REPAIR_DELAY_MS_DEFAULT,
             in 0..=86_400_000, "use the duration of a short outage; default 30000";
+        /// Bytes per second that each node may receive from fuller nodes; 0 for none.
+        ///
+        /// A node that joins fills with objects of the others, the least used first.
+        rebalance_bytes_per_s: u64 as Bytes = REBALANCE_BYTES_PER_S_DEFAULT, in 0..=1 << 40, "default 128MiB";
+        /// Difference between the fullest and the emptiest node above which objects move, in thousandths of their memory.
+        rebalance_skew_permille: u16 = REBALANCE_SKEW_PERMILLE_DEFAULT, in 1..=1000, "unit: thousandths; default 100";
+        /// Bytes of an object that the processes of one host read in some seconds before its node gets a copy; 0 for no copies.
+        ///
+        /// An object must also be read at least 8 times. Copies take at most a tenth of the memory.
+        hot_copy_bytes: u64 as Bytes = HOT_COPY_BYTES_DEFAULT, in 0..=1 << 40, "default 4MiB";
+        /// Time after which such a copy is released if it is not read, in milliseconds.
+        hot_copy_idle_ms: u32 as Millis = HOT_COPY_IDLE_MS_DEFAULT,
+            in 1_000..=86_400_000, "use the longest pause between two uses; default 60000";
+        /// Interval at which nodes get a new key for capabilities, in milliseconds.
+        ///
+        /// A capability is accepted for one to two intervals. Below 60000, puts that take long may start again.
+        capability_rotation_ms: u32 as Millis = CAPABILITY_ROTATION_MS_DEFAULT,
+            in 1_000..=86_400_000, "use more than twice the reservation_ms; default 300000";
         /// Usage of memory or slots above which eviction starts, in thousandths.
         eviction_high_watermark_permille: u16 = EVICTION_HIGH_WATERMARK_PERMILLE_DEFAULT,
             in 1..=1000, "unit: thousandths; default 980";
@@ -205,6 +249,16 @@ impl Component for MasterConfig {
                 "use etcd://host:port/prefix or kubernetes://namespace/name, or omit it for a single master",
             );
         }
+        if let Err(missing) = self.credential_files() {
+            let found = "is not set, but other settings of TLS are".to_owned();
+            rule(false, missing, found, "set ca, cert and key, or none of them");
+        }
+        let addresses = [self.grpc_listen, self.frame_listen, self.admin_listen];
+        let public = addresses.iter().find(|address| !address.ip().is_loopback());
+        if let Some(address) = public.filter(|_| self.ca.is_none() && !self.insecure_no_tls) {
+            let found = format!("is not set, and {address} can be reached from other hosts");
+            rule(false, "ca", found, NO_TLS_HINT);
+        }
         let listeners = [
             ("grpc_listen", self.grpc_listen),
             ("frame_listen", self.frame_listen),
@@ -219,6 +273,14 @@ impl Component for MasterConfig {
                     "use a different port for each server",
                 );
             }
+        }
+        for name in &self.admin_hosts {
+            rule(
+                is_host_name(name),
+                "admin_hosts",
+                format!("has {name:?}, no host name"),
+                "set names without scheme and port, e.g. moontide.example",
+            );
         }
         let advertised = [
             ("grpc_advertise", self.grpc_listen, &self.grpc_advertise),
@@ -243,7 +305,16 @@ impl Component for MasterConfig {
     }
 }
 
+/// Hint for a process that would serve a network without TLS.
+const NO_TLS_HINT: &str = "create certificates with `moontide certs` and set ca, cert and key, or set insecure_no_tls if every \
+                           process that reaches this host may read and change everything";
+
 impl MasterConfig {
+    /// Returns the certificate files; `None`: no TLS.
+    fn credential_files(&self) -> Result<Option<CredentialFiles>, &'static str> {
+        CredentialFiles::of_settings(self.ca.as_deref(), self.cert.as_deref(), self.key.as_deref())
+    }
+
     /// Checks every value and all relations between them, and reports all errors.
     pub fn validate(self) -> Result<ValidConfig, InvalidConfig> {
         self.check()?;
@@ -264,6 +335,12 @@ impl Deref for ValidConfig {
 }
 
 impl ValidConfig {
+    /// Loads the certificate of this master; `None`: no TLS.
+    pub(crate) fn load_credentials(&self) -> Result<Option<Arc<Credentials>>, CredentialsError> {
+        let files = self.credential_files().expect("validate() rejects incomplete settings");
+        files.map(Credentials::load).transpose()
+    }
+
     /// Returns the configured number of groups.
     pub(crate) fn groups(&self) -> Option<NonZeroU16> {
         self.groups.map(|groups| NonZeroU16::new(groups).expect("validate() rejects 0 groups"))
@@ -399,6 +476,11 @@ mod tests {
             ("reallocation_delay_ms", "3600001"),
             ("node_rejoin_window_ms", "86400001"),
             ("repair_delay_ms", "86400001"),
+            ("rebalance_bytes_per_s", "2TiB"),
+            ("rebalance_skew_permille", "0"),
+            ("hot_copy_bytes", "2TiB"),
+            ("hot_copy_idle_ms", "999"),
+            ("capability_rotation_ms", "999"),
             ("eviction_high_watermark_permille", "1001"),
             ("eviction_low_watermark_permille", "980"),
             ("stripe_bytes_max", "262145"),
@@ -410,11 +492,13 @@ mod tests {
             ("grpc_advertise", "host:0"),
             ("grpc_advertise", "::1:7400"),
             ("frame_advertise", ":7401"),
+            ("cert", "master.pem"),
         ];
         for &(setting, text) in cases {
             let invalid = load(None, &[], &[(setting, text)]).unwrap().config.validate().unwrap_err();
+            let expected = if setting == "cert" { "ca" } else { setting };
             assert!(
-                invalid.errors.iter().all(|error| error.setting == setting),
+                invalid.errors.iter().all(|error| error.setting == expected),
                 "{setting}={text}: {invalid}"
             );
             assert!(invalid.errors.iter().all(|error| !error.hint.is_empty()));
@@ -422,9 +506,16 @@ mod tests {
         let same =
             load(None, &[], &[("frame_listen", "127.0.0.1:7400")]).unwrap().config.validate().unwrap_err();
         assert_eq!(same.errors[0].setting, "frame_listen");
-        let hidden =
-            load(None, &[], &[("frame_listen", "0.0.0.0:7401")]).unwrap().config.validate().unwrap_err();
+        let hidden = load(None, &[], &[("frame_listen", "0.0.0.0:7401"), ("insecure_no_tls", "true")])
+            .unwrap()
+            .config
+            .validate()
+            .unwrap_err();
         assert_eq!(hidden.errors[0].setting, "frame_advertise");
+        let public =
+            load(None, &[], &[("grpc_listen", "10.0.0.7:7400")]).unwrap().config.validate().unwrap_err();
+        assert_eq!(public.errors[0].setting, "ca");
+        assert!(public.to_string().contains("insecure_no_tls"), "{public}");
         let several =
             load(None, &[], &[("groups", "0"), ("connections_max", "0")]).unwrap().config.validate();
         assert_eq!(several.unwrap_err().errors.len(), 2, "all errors are reported at once");

@@ -5,18 +5,21 @@
 //! handled by it until it is closed. So a single caller waits for no thread switch, and callers on different threads
 //! contend only for the locks of groups.
 //!
-//! Limits: connections by `connections_max`, memory of large bodies by [`LARGE_BODIES_BYTES_MAX`], time by the
-//! constants of [`connection`].
+//! Limits: connections by `connections_max` ([`Admission`] says which ones give way), memory of large bodies by
+//! [`LARGE_BODIES_BYTES_MAX`], half of it for one address, time by the constants of [`connection`].
 
 mod connection;
 mod reply;
 
 use std::io;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use moontide_auth::ClientCertificates;
+use moontide_tasks::{Admission, Refusal, TlsServer};
 use moontide_types::ErrorCode;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{Builder, Handle};
@@ -34,6 +37,9 @@ const LARGE_BODIES_BYTES_MAX: usize = 512 << 20;
 /// Maximum number of rejected connections that are being sent an error frame. Further ones are closed without it.
 const REJECTS_IN_FLIGHT_MAX: usize = 64;
 
+/// Name of the protocol over TLS.
+const ALPN_FRAMES: &[u8] = b"moontide-frames";
+
 /// Time for which a thread waits at shutdown for pending replies.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -46,6 +52,7 @@ pub(crate) struct Shared {
     /// One permit per KiB of large bodies.
     large_bodies: Arc<Semaphore>,
     stopping: AtomicBool,
+    tls: TlsServer,
     /// Whether busy polling is allowed: the host has more than one core.
     may_busy_poll: bool,
 }
@@ -62,7 +69,7 @@ pub(crate) struct FrameServerConfig {
 pub(crate) struct FrameServer {
     shared: Arc<Shared>,
     threads: Vec<ServerThread>,
-    connection_permits: Arc<Semaphore>,
+    admission: Arc<Admission>,
     reject_permits: Arc<Semaphore>,
 }
 
@@ -79,15 +86,12 @@ struct ThreadState {
     busy: AtomicU64,
 }
 
-/// Permit of a connection; released on drop.
-struct ConnectionPermit {
-    counters: Arc<ServerCounters>,
-    _permit: OwnedSemaphorePermit,
-}
+/// Counts a connection as open.
+struct Opened(Arc<ServerCounters>);
 
-impl Drop for ConnectionPermit {
+impl Drop for Opened {
     fn drop(&mut self) {
-        self.counters.closed();
+        self.0.closed();
     }
 }
 
@@ -99,12 +103,14 @@ impl FrameServer {
         service: Arc<Service>,
         stop: watch::Receiver<bool>,
     ) -> io::Result<(Arc<FrameServer>, Vec<JoinHandle<()>>)> {
+        let tls = TlsServer::new(service.credentials().cloned(), ClientCertificates::Required, ALPN_FRAMES);
         let shared = Arc::new(Shared {
             service,
             caller: config.caller,
             inflight_max: config.inflight_per_connection_max,
             large_bodies: Arc::new(Semaphore::new(LARGE_BODIES_BYTES_MAX >> 10)),
             stopping: AtomicBool::new(false),
+            tls,
             may_busy_poll: std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 1),
         });
         let threads = (0..config.threads).map(|index| start_thread(index, &shared, stop.clone()));
@@ -112,7 +118,7 @@ impl FrameServer {
         let server = FrameServer {
             shared,
             threads,
-            connection_permits: Arc::new(Semaphore::new(config.connections_max as usize)),
+            admission: Admission::new(config.connections_max as usize),
             reject_permits: Arc::new(Semaphore::new(REJECTS_IN_FLIGHT_MAX)),
         };
         Ok((Arc::new(server), joins))
@@ -133,7 +139,7 @@ impl FrameServer {
             match accepted {
                 Ok((socket, peer)) => {
                     debug!(%peer, "frame connection");
-                    if let Err(error) = self.assign(socket) {
+                    if let Err(error) = self.assign(socket, peer.ip()) {
                         debug!(%peer, %error, "frame connection closed before its start");
                     }
                 }
@@ -150,7 +156,7 @@ impl FrameServer {
     }
 
     /// Assigns a connection to the thread with the fewest connections.
-    fn assign(&self, socket: TcpStream) -> io::Result<()> {
+    fn assign(&self, socket: TcpStream, peer: IpAddr) -> io::Result<()> {
         socket.set_nodelay(true)?;
         keep_alive(&socket)?;
         let thread = self
@@ -158,25 +164,47 @@ impl FrameServer {
             .iter()
             .min_by_key(|thread| thread.state.counters.connections())
             .expect("the frame server has at least one thread");
-        let Ok(permit) = Arc::clone(&self.connection_permits).try_acquire_owned() else {
-            thread.state.counters.refused();
-            if let Ok(permit) = Arc::clone(&self.reject_permits).try_acquire_owned() {
-                tokio::spawn(reject_connection(socket, permit));
+        let (place, evicted) = match self.admission.admit(peer) {
+            Ok(admitted) => admitted,
+            Err(refusal) => {
+                thread.state.counters.refused();
+                // The reason would have to be encrypted.
+                let permit = Arc::clone(&self.reject_permits).try_acquire_owned();
+                if let Some(permit) = permit.ok().filter(|_| !self.shared.tls.is_tls()) {
+                    tokio::spawn(reject_connection(socket, refusal, permit));
+                }
+                return Ok(());
             }
-            return Ok(());
         };
-        let counters = Arc::clone(&thread.state.counters);
-        counters.opened();
-        let permit = ConnectionPermit { counters, _permit: permit };
+        thread.state.counters.opened();
+        let opened = Opened(Arc::clone(&thread.state.counters));
         // The socket moves from the event loop of this runtime to that of its thread.
         let socket = socket.into_std()?;
         let (shared, state) = (Arc::clone(&self.shared), Arc::clone(&thread.state));
         thread.runtime.spawn(async move {
-            match TcpStream::from_std(socket) {
-                Ok(socket) => Connection::new(socket, shared, state).run().await,
-                Err(error) => warn!(%error, "cannot register connection with the event loop"),
+            let serve = async {
+                let socket = match TcpStream::from_std(socket) {
+                    Ok(socket) => socket,
+                    Err(error) => {
+                        return warn!(%error, "cannot register connection with the event loop");
+                    }
+                };
+                // A failed handshake has been logged.
+                if let Ok(Ok(stream)) =
+                    tokio::time::timeout(connection::FRAME_TIME_MAX, shared.tls.accept(socket)).await
+                {
+                    Connection::new(stream, place, shared, state).run().await;
+                }
+            };
+            tokio::select! {
+                biased;
+                () = serve => {}
+                () = evicted => {
+                    opened.0.refused();
+                    debug!(%peer, "frame connection closed in favour of another one: no request");
+                }
             }
-            drop(permit);
+            drop(opened);
         });
         Ok(())
     }
@@ -207,9 +235,13 @@ fn start_thread(
 }
 
 /// Sends an error frame with `Busy`, and closes.
-async fn reject_connection(mut socket: TcpStream, _permit: OwnedSemaphorePermit) {
+async fn reject_connection(mut socket: TcpStream, refusal: Refusal, _permit: OwnedSemaphorePermit) {
     let mut frame = Vec::new();
-    reply::push_error(&mut frame, 0, ErrorCode::Busy, "connection limit reached; see connections_max");
+    let text = match refusal {
+        Refusal::Full => "connection limit reached; see connections_max",
+        Refusal::Address => "too many connections from this address: half of connections_max",
+    };
+    reply::push_error(&mut frame, 0, ErrorCode::Busy, text);
     connection::send_and_close(&mut socket, &frame).await;
 }
 

@@ -185,10 +185,14 @@ impl LocalIdentity {
         self.store_again().inspect_err(|_| self.exclusions = before)
     }
 
-    /// Stores the state of a tenant. When this returns, it is durable, as far as it need be.
+    /// Stores the state of a tenant; the default state is not stored. When this returns, it is durable, as far as it need be.
     pub(crate) fn store_tenant(&mut self, name: &str, state: TenantState) -> Result<(), IdentityError> {
         let before = self.tenants.clone();
-        self.tenants.insert(name.to_owned(), state);
+        if state == TenantState::default() {
+            self.tenants.remove(name);
+        } else {
+            self.tenants.insert(name.to_owned(), state);
+        }
         self.store_again().inspect_err(|_| self.tenants = before)
     }
 
@@ -262,7 +266,8 @@ pub(crate) fn random_u64() -> Result<u64, IdentityError> {
     random().map(u64::from_le_bytes)
 }
 
-fn random<const N: usize>() -> Result<[u8; N], IdentityError> {
+/// Returns random bytes of the kernel.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N], IdentityError> {
     let mut bytes = [0; N];
     let filled = getrandom(&mut bytes, GetRandomFlags::empty())
         .map_err(|error| IdentityError::Random(error.into()))?;

@@ -67,6 +67,7 @@ mod service;
 mod frame_server;
 mod grpc_server;
 
+mod access;
 mod admin;
 mod metrics;
 
@@ -77,5 +78,6 @@ pub use grpc_server::{CODE_METADATA, code_of};
 pub use identity::IdentityError;
 pub use server::{Addresses, Server, StartError};
 pub use service::{
-    MasterStats, NodeInfo, ReadTotals, Role, Service, ServiceConfig, SessionStream, StreamClosed,
+    MasterStats, NodeInfo, ReadTotals, Role, Service, ServiceConfig, SessionSecret, SessionStream,
+    StreamClosed,
 };

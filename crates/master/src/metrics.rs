@@ -116,6 +116,10 @@ impl ConnectionObserver for ServerCounters {
         ServerCounters::closed(self);
     }
 
+    fn refused(&self) {
+        ServerCounters::refused(self);
+    }
+
     fn read(&self, bytes: usize) {
         ServerCounters::read(self, bytes);
     }
@@ -216,6 +220,9 @@ const GAUGES: &[Number] = &[
         "Objects with fewer replicas than their writers asked for, at the last scan and not repaired since",
         |s| s.objects_lacking_replicas,
     ),
+    ("hot_copies", "Replicas beyond those that writers asked for: of objects that are read much", |s| {
+        s.hot_copies
+    }),
     ("disks", "Nodes with a disk", |s| s.disks),
     ("disks_read_only", "Disks that accept no writes: full, or writes failed", |s| s.disks_read_only),
     ("disk_used_bytes", "Bytes in use on disks", |s| s.disk_used_bytes),
@@ -262,6 +269,7 @@ const COUNTERS: &[Number] = &[
     ("copied_records", "Records copied from node to node", |s| s.group.copied_records),
     ("copied_bytes", "Memory of records copied from node to node", |s| s.group.copied_bytes),
     ("copies_failed", "Copies that nodes refused or could not make", |s| s.group.copies_failed),
+    ("copies_released", "Replicas released because they were not read", |s| s.group.copies_released),
     ("recovered_objects", "Objects found on disks after a start of a node", |s| s.group.recovered_objects),
     ("disk_evicted_records", "Records evicted from full disks", |s| s.group.disk_evicted),
     ("reclaimed_extents", "Extents freed by nodes", |s| s.group.reclaimed),
@@ -353,7 +361,7 @@ impl MetricsSnapshot {
             family.encode_family(&[("protocol", server.protocol)])?.encode_gauge(&signed(open))?;
         }
         let columns: [ServerColumn; 4] = [
-            ("connections_rejected", "Connections rejected because of connections_max", |c| {
+            ("connections_rejected", "Connections rejected or closed because of connections_max", |c| {
                 &c.connections_refused
             }),
             ("protocol_errors", "Requests and connections that violated the protocol", |c| &c.errors),

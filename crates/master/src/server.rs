@@ -13,13 +13,17 @@
 use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use moontide_auth::{Credentials, CredentialsError, Identity};
+use moontide_proto::CapabilitySecret;
 use moontide_proto::convert::IdKeySecret;
 use moontide_settings::InvalidConfig;
+use moontide_tasks::AdminGuard;
 use moontide_types::limits::GROUPS_DEFAULT;
 use moontide_types::{IdKey, SystemClock, Term};
 use parking_lot::Mutex;
@@ -34,7 +38,7 @@ use crate::frame_server::{FrameServer, FrameServerConfig};
 use crate::grpc_server::{self, GrpcServerConfig};
 use crate::identity::{IdentityError, LocalIdentity, random_u64};
 use crate::metrics::{Metrics, ServerCounters, ServerMetrics};
-use crate::service::{Role, Service, ServiceConfig};
+use crate::service::{Role, Service, ServiceConfig, SessionSecret};
 use crate::{admin, identity};
 
 /// Shortest and longest interval of the ticker, independent of the result of `Service::tick`.
@@ -60,6 +64,17 @@ pub enum StartError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] InvalidConfig),
+    /// The certificate files cannot be used.
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    /// The certificate is not that of a master.
+    #[error("certificate {} is that of {found}, not of a master; create one with `moontide certs issue DIRECTORY master`", path.display())]
+    NoMaster {
+        /// Path of the certificate.
+        path: PathBuf,
+        /// Identity in the certificate.
+        found: Identity,
+    },
     /// A listener cannot be bound.
     #[error("cannot serve {protocol} on {address}: {source}; {}", bind_hint(source, setting))]
     Bind {
@@ -171,6 +186,7 @@ impl Server {
     /// As [`Server::start`], with this registry instead of the configured one, if given.
     pub fn start_at(config: MasterConfig, registry: Option<Arc<dyn Registry>>) -> Result<Server, StartError> {
         let config = config.validate()?;
+        let credentials = load_credentials(&config)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .thread_name("servers-worker")
             .enable_all()
@@ -195,7 +211,7 @@ impl Server {
         if config.data_dir.is_none() && matches!(membership, Membership::Single(_)) {
             warn!("data_dir is not set: a restart creates a new cluster, and nodes discard their records");
         }
-        let service_config = service_config(&config, &membership, addresses)?;
+        let service_config = service_config(&config, &membership, addresses, credentials)?;
         let groups = service_config.groups;
         let service = Service::new(service_config, Arc::new(SystemClock));
         let (election, identity) = match membership {
@@ -246,6 +262,12 @@ impl Server {
     /// Returns the bound addresses, with the actual ports instead of port 0.
     pub fn addresses(&self) -> Addresses {
         self.addresses
+    }
+
+    /// Returns the URL of the admin endpoints.
+    pub fn admin_url(&self) -> String {
+        let scheme = if self.service.credentials().is_some() { "https" } else { "http" };
+        format!("{scheme}://{}", self.addresses.admin)
     }
 
     /// Returns the id of this master; for a single master it is also the term of all groups.
@@ -371,6 +393,7 @@ fn service_config(
     config: &ValidConfig,
     membership: &Membership,
     addresses: Addresses,
+    credentials: Option<Arc<Credentials>>,
 ) -> Result<ServiceConfig, identity::IdentityError> {
     let millis = |ms: u32| Duration::from_millis(ms.into());
     let advertised = advertised(config, addresses);
@@ -387,6 +410,8 @@ fn service_config(
         cluster,
         id_key: IdKey::new(id_key, secret),
         id_key_secret: IdKeySecret(secret),
+        capability_secret: CapabilitySecret::new(identity::random()?),
+        capability_rotation: millis(config.capability_rotation_ms),
         term,
         exclusions: match membership {
             Membership::Single(identity) => identity.exclusions.clone(),
@@ -398,6 +423,7 @@ fn service_config(
         },
         multi_master: matches!(membership, Membership::Member(..)),
         session_ttl: millis(config.session_ttl_ms),
+        session_secret: SessionSecret(identity::random()?),
         grpc_address: advertised.grpc,
         frame_address: advertised.frame,
         placement: config.placement,
@@ -409,9 +435,27 @@ fn service_config(
         reallocation_delay: millis(config.reallocation_delay_ms),
         rejoin_window: millis(config.node_rejoin_window_ms),
         repair_delay: millis(config.repair_delay_ms),
+        rebalance_bytes_per_s: config.rebalance_bytes_per_s,
+        rebalance_skew_permille: config.rebalance_skew_permille,
+        hot_copy_bytes: config.hot_copy_bytes,
+        hot_copy_idle: millis(config.hot_copy_idle_ms),
         stripe_bytes_max: config.stripe_bytes_max,
         seed: random_u64()?,
+        credentials,
     })
+}
+
+/// Loads the certificate of this master, if there is one.
+fn load_credentials(config: &ValidConfig) -> Result<Option<Arc<Credentials>>, StartError> {
+    let credentials = config.load_credentials()?;
+    if let Some(credentials) = &credentials {
+        let found = credentials.info().identity;
+        if *found.role() != moontide_auth::Role::Master {
+            let path = config.cert.clone().unwrap_or_default();
+            return Err(StartError::NoMaster { path, found });
+        }
+    }
+    Ok(credentials)
 }
 
 /// Tasks of the thread `servers`.
@@ -447,7 +491,14 @@ impl ServerTasks {
                 grpc_counters,
                 stopped.clone(),
             );
-            let admin = admin::serve(listeners.admin, service, metrics, admin_counters, stopped.clone());
+            let admin = admin::serve(
+                listeners.admin,
+                service,
+                metrics,
+                admin_counters,
+                AdminGuard::new(own_names(&config)),
+                stopped.clone(),
+            );
             let (frame, grpc, admin) = (tokio::spawn(frame), tokio::spawn(grpc), tokio::spawn(admin));
             // An error means that the sender was dropped, which also means shutdown.
             let _ = stopped.wait_for(|&stop| stop).await;
@@ -463,6 +514,13 @@ impl ServerTasks {
         // Remaining tasks are dropped at their next await point.
         runtime.shutdown_timeout(GRACE);
     }
+}
+
+/// Returns the names by which requests to the admin endpoints may call this host.
+fn own_names(config: &ValidConfig) -> Vec<String> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let advertised = [&config.grpc_advertise, &config.frame_advertise].into_iter().flatten().cloned();
+    config.admin_hosts.iter().cloned().chain(advertised).chain([host]).collect()
 }
 
 fn log_end<E: std::fmt::Display>(protocol: &str, end: Result<Result<(), E>, tokio::task::JoinError>) {

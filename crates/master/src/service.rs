@@ -7,7 +7,7 @@
 //! Each group has its own lock. A batch is sorted by group first; a group is locked for at most [`KEYS_PER_LOCK`]
 //! keys at a time.
 //!
-//! Lock order: `tenants`, one group, then one of the leaves (`sessions`, a command queue, `removals`). A thread never
+//! Lock order: `tenants`, one group, then one of the leaves (`sessions`, a command queue, `removals`, keys of a group). A thread never
 //! holds the locks of two groups.
 
 mod admin;
@@ -19,6 +19,7 @@ mod node_session;
 mod nodes;
 mod objects;
 mod remove;
+mod signing;
 mod stats;
 
 use std::collections::BTreeMap;
@@ -28,13 +29,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hashbrown::HashMap;
+use moontide_auth::Credentials;
 use moontide_meta::{
     Admission, Effect, Effects, EvictionTrials, GroupConfig, LookupKey, Now, OffloadTrigger, PlacementKind,
     Quota, SessionConfig, Sessions,
 };
-use moontide_proto::PackedKeys;
 use moontide_proto::convert::{ConvertError, IdKeySecret, RequestContext};
-use moontide_proto::v1;
+use moontide_proto::{CapabilitySecret, PackedKeys, v1};
 use moontide_types::{Clock, ErrorCode, GroupId, IdKey, ObjectId, SessionId, Tenant, TenantGeneration, Term};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, mpsc};
@@ -45,6 +46,7 @@ use invalidations::Watchers;
 use jobs::Jobs;
 use node_session::NodeSession;
 use remove::Removals;
+use signing::CapabilitySigner;
 
 pub use node_session::{SessionStream, StreamClosed};
 pub use nodes::NodeInfo;
@@ -53,6 +55,16 @@ pub use stats::{MasterStats, ReadTotals};
 
 /// Maximum number of keys per lock of a group: some tens of microseconds, for which other threads may wait.
 const KEYS_PER_LOCK: usize = 128;
+
+/// Secret from which the ids of sessions are computed.
+#[derive(Clone)]
+pub struct SessionSecret(pub [u8; 32]);
+
+impl std::fmt::Debug for SessionSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SessionSecret")
+    }
+}
 
 /// Configuration of the service.
 #[derive(Clone, Debug)]
@@ -65,6 +77,10 @@ pub struct ServiceConfig {
     pub id_key: IdKey,
     /// Secret of the id key, for clients and nodes. Its debug output contains no bytes.
     pub id_key_secret: IdKeySecret,
+    /// Secret of the capabilities, drawn at the start. Its debug output contains no bytes.
+    pub capability_secret: CapabilitySecret,
+    /// Interval at which nodes get a new key for capabilities.
+    pub capability_rotation: Duration,
     /// Id of this master; for a single master it is also the term of all groups.
     pub term: Term,
     /// For a single master: number of exclusions of each group; empty if there were none.
@@ -75,6 +91,8 @@ pub struct ServiceConfig {
     pub multi_master: bool,
     /// Time without a heartbeat after which the session of a node ends.
     pub session_ttl: Duration,
+    /// Secret of the session ids. Its debug output contains no bytes.
+    pub session_secret: SessionSecret,
     /// Address of the gRPC server for clients.
     pub grpc_address: String,
     /// Address of the frame server for clients.
@@ -97,10 +115,20 @@ pub struct ServiceConfig {
     pub rejoin_window: Duration,
     /// Time from the loss of replicas until they are made again.
     pub repair_delay: Duration,
+    /// Bytes per second that each node may receive for the balance of the nodes.
+    pub rebalance_bytes_per_s: u64,
+    /// Difference between the fullest and the emptiest node above which records move, in thousandths.
+    pub rebalance_skew_permille: u16,
+    /// Bytes of an object that the processes of one host must read for a copy on its node.
+    pub hot_copy_bytes: u64,
+    /// Time after which such a copy is released if it is not read.
+    pub hot_copy_idle: Duration,
     /// Longest stripe in bytes.
     pub stripe_bytes_max: u64,
     /// Seed of the random placement.
     pub seed: u64,
+    /// Certificate of this master; `None`: no TLS.
+    pub credentials: Option<Arc<Credentials>>,
 }
 
 impl ServiceConfig {
@@ -112,11 +140,14 @@ impl ServiceConfig {
             cluster: 1,
             id_key: IdKey::new(1, [7; 32]),
             id_key_secret: IdKeySecret([7; 32]),
+            capability_secret: CapabilitySecret::new([9; 32]),
+            capability_rotation: Duration::from_secs(300),
             term: group.term,
             exclusions: vec![],
             tenants: BTreeMap::new(),
             multi_master: false,
             session_ttl: Duration::from_secs(10),
+            session_secret: SessionSecret([9; 32]),
             grpc_address: "127.0.0.1:1".into(),
             frame_address: "127.0.0.1:2".into(),
             placement: group.placement,
@@ -128,8 +159,13 @@ impl ServiceConfig {
             reallocation_delay: group.reallocation_delay,
             rejoin_window: group.rejoin_window,
             repair_delay: group.repair_delay,
+            rebalance_bytes_per_s: group.rebalance_bytes_per_s,
+            rebalance_skew_permille: group.rebalance_skew_permille,
+            hot_copy_bytes: group.hot_copy_bytes,
+            hot_copy_idle: group.hot_copy_idle,
             stripe_bytes_max: group.stripe_bytes_max,
             seed: 1,
+            credentials: None,
         }
     }
 }
@@ -158,8 +194,8 @@ pub enum Role {
     },
 }
 
-/// State of a tenant.
-#[derive(Clone, Copy, Debug, Default)]
+/// State of a tenant with a generation above 0 or a quota. All others have the default state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct TenantInfo {
     generation: TenantGeneration,
     /// Quota in the whole cluster; the groups have shares of it.
@@ -179,11 +215,14 @@ pub struct Service {
     tenants: RwLock<HashMap<Box<str>, TenantInfo>>,
     sessions: Mutex<Sessions>,
     nodes: RwLock<HashMap<SessionId, Arc<NodeSession>>>,
+    signer: CapabilitySigner,
     removals: Removals,
     watchers: Watchers,
     jobs: Mutex<Jobs>,
     /// Highest known term above the own term; 0 while this master serves.
     stepped_down: AtomicU32,
+    /// When the last refusal of a node was logged, in nanoseconds of the clock; 0: never.
+    refusal_logged: AtomicU64,
     /// Groups for which nodes know a higher term, in a cluster with several masters.
     superseded: Mutex<Vec<(GroupId, Term)>>,
     superseded_notify: Notify,
@@ -236,7 +275,8 @@ struct CallContext<'a> {
 impl Service {
     /// Creates a master without nodes. A single master hosts all groups, one of several masters none yet.
     pub fn new(config: ServiceConfig, clock: Arc<dyn Clock>) -> Arc<Service> {
-        let sessions = Sessions::new(SessionConfig { ttl: config.session_ttl }, config.term);
+        let sessions = SessionConfig { ttl: config.session_ttl, secret: config.session_secret.0 };
+        let sessions = Sessions::new(sessions, config.term);
         let groups = config.groups.get();
         let single = v1::GroupMap {
             // Increases with every start, as the term does.
@@ -256,14 +296,21 @@ impl Service {
             group_slots: (0..groups).map(|_| CachePadded(Mutex::default())).collect(),
             eviction_trials: Mutex::default(),
             group_units: (0..groups).map(|_| AtomicU64::new(0)).collect(),
-            clock: Arc::new(AnyClock(clock)),
+            clock: Arc::new(AnyClock(Arc::clone(&clock))),
             tenants: RwLock::default(),
             sessions: Mutex::new(sessions),
             nodes: RwLock::default(),
+            signer: CapabilitySigner::new(
+                config.capability_secret.clone(),
+                config.capability_rotation,
+                groups,
+                clock.now(),
+            ),
             removals: Removals::default(),
             watchers: Watchers::new(groups.into()),
             jobs: Mutex::default(),
             stepped_down: AtomicU32::new(0),
+            refusal_logged: AtomicU64::new(0),
             superseded: Mutex::default(),
             newest_term: AtomicU32::new(0),
             superseded_notify: Notify::new(),
@@ -328,6 +375,11 @@ impl Service {
         assert!(self.proposals.set(proposals).is_ok(), "set once, at the start");
     }
 
+    /// Returns the certificate of this master; `None`: no TLS.
+    pub(crate) fn credentials(&self) -> Option<&Arc<Credentials>> {
+        self.config.credentials.as_ref()
+    }
+
     fn now(&self) -> Now {
         Now { mono: self.clock.now(), unix: self.clock.unix() }
     }
@@ -354,16 +406,6 @@ impl Service {
     pub(crate) fn newest_term(&self) -> Term {
         let hosted = self.newest_term.load(Ordering::Relaxed);
         self.config.term.max(Term::new(hosted).expect("stored from a term"))
-    }
-
-    /// Handles a term that a node knows. A single master steps down if it is higher than its own. One of several
-    /// masters cannot decide: the term may be that of another group.
-    fn observe_term(&self, seen: Term) -> Result<(), ErrorCode> {
-        if self.config.multi_master || seen <= self.config.term {
-            return Ok(());
-        }
-        self.step_down(seen);
-        Err(ErrorCode::WrongMaster)
     }
 
     /// Creates the context of a response.

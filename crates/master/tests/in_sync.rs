@@ -51,7 +51,7 @@ impl TestNode {
             protocol_max: 1,
             ..Default::default()
         };
-        let session = service.open_session(&request).session;
+        let session = service.open_session(&request).session; // with the first key: the clock stands still
         let stream = service.attach(SessionId(session)).unwrap();
         TestNode { service: Arc::clone(service), session, stream, sequence: 0 }
     }
@@ -60,7 +60,12 @@ impl TestNode {
         let mut context = context();
         context.as_mut().unwrap().session = self.session;
         let spec = v1::SegmentSpec { generation: 1, slots: 100, ..spec };
-        let request = v1::MountSegmentsRequest { context, segments: vec![spec], synced: vec![] };
+        let request = v1::MountSegmentsRequest {
+            context,
+            segments: vec![spec],
+            synced: vec![],
+            capability_rotation: 1,
+        };
         let mounted = self.service.mount_segments(&request);
         assert!(mounted.results.iter().all(|result| result.code == 0), "{mounted:?}");
     }

@@ -6,7 +6,7 @@ use moontide_proto::convert::{Address, GetNodesResponse, NodeDetail, Topology, W
 use moontide_proto::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, ENGINE_BYTES_MAX, NODES_MAX};
 use moontide_proto::v1::{self, master_nodes_client::MasterNodesClient};
 use moontide_types::limits::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, NodeId, SessionId};
+use moontide_types::{ErrorCode, NodeId};
 use prost::Message;
 use support::*;
 
@@ -38,14 +38,15 @@ fn get_nodes_returns_registered_nodes_with_addresses() {
     let mut open = |node, addresses| {
         let opened =
             runtime.block_on(nodes.open_session(registration(node, addresses))).unwrap().into_inner();
-        SessionId(opened.session)
+        assert_ne!(opened.session, 0);
+        opened.session
     };
     let mut get_nodes =
         |context| runtime.block_on(grpc.get_nodes(v1::GetNodesRequest { context })).unwrap().into_inner();
 
     let none = get_nodes(context());
     assert_eq!(GetNodesResponse::from_wire(&none).unwrap().into_result().unwrap().nodes, []);
-    let late = open(9, vec![address("tcp", "10.0.0.9:7000"), address("shm", "boot:/run/node")]);
+    open(9, vec![address("tcp", "10.0.0.9:7000"), address("shm", "boot:/run/node")]);
     let first = open(4, vec![]);
     // Registered again with another address: only the new session is returned.
     let again = open(4, vec![address("tcp", "10.0.0.4:7001")]);
@@ -54,17 +55,18 @@ fn get_nodes_returns_registered_nodes_with_addresses() {
     let response = get_nodes(context());
     let list = GetNodesResponse::from_wire(&response).unwrap();
     assert_eq!(list.context().term, server.term());
-    let detail = |node, session, host, addresses| NodeDetail {
+    // Registered as the third and as the first. The response contains no session.
+    let detail = |node, number, host, addresses| NodeDetail {
         node: NodeId(node),
-        session,
+        registration: u64::from(server.term().get()) << 40 | number,
         addresses,
         topology: Topology { host, rack: "r", zone: "" },
         draining: false,
     };
     let shm = Address { engine: "shm", address: "boot:/run/node" };
     let expected = [
-        detail(4, again, "host-4", vec![Address { engine: "tcp", address: "10.0.0.4:7001" }]),
-        detail(9, late, "host-9", vec![Address { engine: "tcp", address: "10.0.0.9:7000" }, shm]),
+        detail(4, 3, "host-4", vec![Address { engine: "tcp", address: "10.0.0.4:7001" }]),
+        detail(9, 1, "host-9", vec![Address { engine: "tcp", address: "10.0.0.9:7000" }, shm]),
     ];
     assert_eq!(list.into_result().unwrap().nodes, expected);
 

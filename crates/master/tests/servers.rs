@@ -356,6 +356,104 @@ fn admin_endpoints_return_state_and_reject_bad_requests() {
 }
 
 #[test]
+fn admin_endpoints_change_objects_tenants_and_memory() {
+    let server = start();
+    let addresses = server.addresses();
+    let runtime = runtime();
+    let (mut grpc, _node) = runtime.block_on(async {
+        (
+            grpc(addresses.grpc).await,
+            FakeNode::start(addresses.grpc, 1 << 60, FakeNodeConfig::default()).await,
+        )
+    });
+    let info = v1::GetClusterInfoRequest { context: context() };
+    let info = runtime.block_on(grpc.get_cluster_info(info)).unwrap().into_inner();
+    let names = ["one", "two", "comma,comma", "doc/1", "doc/2", "log-17"];
+    let started = runtime.block_on(grpc.put_start(put_start(&names, 1_000))).unwrap().into_inner();
+    runtime.block_on(grpc.put_end(put_end(&ids(&info, &names), &started))).unwrap();
+    let admin = addresses.admin;
+    let post = |path: &str| {
+        let (status, _, body) = http(admin, "POST", path, "", "");
+        (
+            status,
+            serde_json::from_str::<Value>(&body).unwrap_or_else(|error| panic!("{path}: {error}: {body}")),
+        )
+    };
+    let outcomes = |path: &str| -> Vec<bool> {
+        let (status, body) = post(path);
+        assert_eq!(status, 200, "{path}: {body}");
+        body["keys"].as_array().unwrap().iter().map(|key| key["ok"] == true).collect()
+    };
+    assert_eq!(outcomes("/set_pin?keys=one,comma%2Ccomma,missing&pin=hard"), [true, true, false]);
+    assert_eq!(outcomes("/touch?keys=two,missing"), [true, false]);
+    assert_eq!(outcomes("/prefetch?keys=two,missing"), [true, false]);
+    let (_, object) = get(admin, "/query_key?key=one");
+    assert!(object.contains(r#""pin":"hard""#), "{object}");
+
+    let finished = |path: &str, affected: u64, skipped: u64| {
+        let (status, body) = post(path);
+        assert_eq!(status, 202, "{path}: {body}");
+        let job = format!("/jobs/{}", body["job"].as_str().unwrap());
+        eventually("the job is done", || {
+            let (_, body) = get(admin, &job);
+            let body: Value = serde_json::from_str(&body).unwrap();
+            let is_done = body["state"] == "done";
+            if is_done {
+                assert_eq!(
+                    (&body["affected"], &body["skipped"]),
+                    (&affected.into(), &skipped.into()),
+                    "{path}"
+                );
+            }
+            is_done
+        });
+    };
+    finished("/remove_by_prefix?prefix=doc/", 2, 0);
+    finished("/remove_by_regex?pattern=%5Elog-%5B0-9%5D%2B%24", 1, 0);
+    let (status, evicted) = post("/evict?target_permille=0");
+    assert_eq!((status, &evicted["objects"]), (200, &1.into()), "two; the others are pinned");
+    finished("/remove_all?tenant=default", 0, 2);
+    finished("/remove_all?tenant=default&force=true", 2, 0);
+
+    let (status, _) = post("/tenants/team/quota?bytes_max=1000000");
+    assert_eq!(status, 200);
+    let (_, tenants) = get(admin, "/get_all_tenants");
+    let tenants: Value = serde_json::from_str(&tenants).unwrap();
+    let team = tenants["tenants"].as_array().unwrap().iter().find(|tenant| tenant["name"] == "team").unwrap();
+    assert_eq!((&team["bytes_max"], &team["objects_max"]), (&1_000_000.into(), &0.into()));
+
+    for path in [
+        "/set_pin?keys=one",
+        "/set_pin?keys=one&pin=very",
+        "/touch",
+        "/prefetch?keys=",
+        "/remove_by_prefix",
+        "/remove_by_prefix?prefix=",
+        "/remove_by_regex?pattern=%28",
+        "/remove_all",
+        "/remove_all?tenant=default&force=maybe",
+        "/evict",
+        "/evict?target_permille=-1",
+        "/tenants/no%20spaces/quota?bytes_max=1",
+        "/tenants/team/quota?bytes_max=much",
+    ] {
+        let (status, failure) = post(path);
+        assert_eq!(status, 400, "{path}: {failure}");
+        assert!(failure["message"].is_string(), "{path}: {failure}");
+    }
+    let (status, _) = post("/evict?target_permille=1001");
+    assert_eq!(status, 413);
+
+    for (order, drain) in [("drain", true), ("undrain", false)] {
+        let (status, body) = post(&format!("/nodes/1000000000000000/{order}"));
+        assert_eq!((status, &body["drain"]), (202, &drain.into()));
+    }
+    assert_eq!(post("/nodes/1000000000000001/drain").0, 404);
+    assert_eq!(post("/nodes/x/drain").0, 400);
+    assert_eq!(post("/nodes/x/undrain").0, 400);
+}
+
+#[test]
 fn restart_keeps_identity_and_raises_term() {
     let directory = std::env::temp_dir().join(format!("moontide-master-restart-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&directory);

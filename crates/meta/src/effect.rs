@@ -113,6 +113,20 @@ pub enum CopyPurpose {
     Drain,
     /// The object has fewer replicas than its writer asked for.
     Repair,
+    /// Another node has more free memory: the source is released when the copy is complete.
+    Rebalance,
+    /// Processes on the host of the target read the object much.
+    Hot,
+}
+
+impl CopyPurpose {
+    /// Whether the source is released when the copy is complete.
+    pub fn is_move(self) -> bool {
+        match self {
+            CopyPurpose::Drain | CopyPurpose::Rebalance => true,
+            CopyPurpose::Repair | CopyPurpose::Hot => false,
+        }
+    }
 }
 
 /// Result of a command.

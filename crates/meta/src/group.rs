@@ -1,7 +1,7 @@
 //! [`Group`]: the state of one group and the primitives that keep it consistent.
 //!
 //! The calls are in the modules below, one topic each: [`lookup`], [`put`], [`remove`], the calls for nodes in
-//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], [`copies`], [`repair`], and [`tick`], which does all
+//! [`nodes`] and [`report`], [`disk`], [`evict`], [`flush`], [`copies`], [`repair`], [`rebalance`], [`hot`], and [`tick`], which does all
 //! time-dependent work. Watchers receive removed objects through [`invalidations`].
 //!
 //! An object is in exactly one of two states. Being written: it has a reservation with an owner and an end, and is in
@@ -11,17 +11,20 @@
 
 #[cfg(any(test, feature = "testing"))]
 mod audit;
+mod config;
 mod copies;
 mod disk;
 mod evict;
 mod exclusion;
 mod flush;
 mod handoff;
+mod hot;
 mod invalidations;
 mod lookup;
 mod missing_stripes;
 mod nodes;
 mod put;
+mod rebalance;
 mod remove;
 mod repair;
 mod report;
@@ -32,25 +35,26 @@ mod view;
 mod warm_up;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::num::NonZeroU16;
 use std::time::Duration;
 
 use hashbrown::{HashMap, HashSet};
 use moontide_rt::SplitMix64;
-use moontide_types::limits::{LEASE_MS_MAX, PAGE_BYTES, RESERVATION_MS_MAX, UNIT_BYTES};
+use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Generation, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant, Term,
+    Epoch, ErrorCode, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant, Term,
 };
 
 #[cfg(any(test, feature = "testing"))]
 pub use audit::{Audit, AuditedExtent, Violation};
+pub use config::GroupConfig;
 pub use copies::DrainMode;
 pub use disk::{Admission, DiskSpec};
 pub use evict::EvictReport;
 pub use exclusion::SyncMark;
 pub use flush::{FlushProgress, OffloadTrigger};
-pub use handoff::{ExpectedSegment, GroupHandoff, HandoffObject};
+pub use handoff::{ExpectedSegment, GroupHandoff, HandoffObject, NodeKey};
+pub use hot::RemoteReads;
 pub use invalidations::{INVALIDATIONS_KEPT, Invalidations};
 pub use lookup::{ListCursor, LookupCounts, LookupKey, LookupResult};
 pub use nodes::{MountOutcome, MountSpec, SegmentView};
@@ -66,7 +70,7 @@ use crate::effect::{CommandKind, Effect, Effects, NodeCommand};
 use crate::eviction::EvictionOrder;
 use crate::ids::{NONE, RecordRef, TenantIndex};
 use crate::job::{Job, JobId, JobState};
-use crate::placement::{Placement, PlacementKind, SegmentCandidate, Topology};
+use crate::placement::{Placement, SegmentCandidate, Topology};
 use crate::queue::Queue;
 use crate::record::{Record, RecordFlag, SlotLocation};
 use crate::record_extension::{RecordExtension, RecordExtensions};
@@ -77,88 +81,6 @@ use crate::slab::Slab;
 use crate::table::Table;
 use crate::tenant::{Quota, TenantUsage, Tenants};
 use crate::time::{Now, Tick, Ticker};
-
-/// Configuration of a group.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GroupConfig {
-    /// Id of the group.
-    pub group: GroupId,
-    /// Number of groups of the cluster.
-    pub groups: NonZeroU16,
-    /// Term of the master that runs the group.
-    pub term: Term,
-    /// Preceding term; zero if no master has run the group before, so that no earlier objects exist.
-    pub previous_term: Term,
-    /// Number of durable exclusions of the group, from all earlier masters ([`Group::excluded`]).
-    pub exclusion: u32,
-    /// Seed of the random generator for placements.
-    pub seed: u64,
-    /// Placement strategy of new objects.
-    pub placement: PlacementKind,
-    /// Share of bytes or slots, in thousandths, above which eviction starts.
-    pub eviction_high_watermark_permille: u16,
-    /// Share of bytes and slots, in thousandths, below which eviction stops.
-    pub eviction_low_watermark_permille: u16,
-    /// Time that a writer has for a put.
-    pub reservation: Duration,
-    /// Time for which the group allocates nothing in a segment of which an earlier master, or an earlier session, may
-    /// have allocated parts.
-    pub reallocation_delay: Duration,
-    /// Time for which a new master waits for nodes of the preceding term. Removals are not certain until then. Segments
-    /// that report later are treated as empty, because they may contain removed objects.
-    pub report_wait: Duration,
-    /// Time within which a node may return with objects that were removed in its absence.
-    pub rejoin_window: Duration,
-    /// Time within which a disk that went away, or has not reported in this term, may return with its records. The
-    /// group keeps tombstones of versions that were removed or dropped in the meantime. After this time the disk is
-    /// treated as empty, because the tombstones are gone.
-    pub disk_rejoin_window: Duration,
-    /// Time from the loss of replicas until they are made again from others: a node that only restarts or reconnects returns
-    /// within it.
-    pub repair_delay: Duration,
-    /// Time that a node has for writing an object to its disk.
-    pub offload_window: Duration,
-    /// When objects are written to a disk.
-    pub offload: OffloadTrigger,
-    /// Which objects are written to a disk.
-    pub admission: Admission,
-    /// Maximum length of a stripe, in bytes; larger objects are split, unless the writer chooses the stripe length. If
-    /// segments are small, stripes are shorter, so that two fit into the largest segment: an object larger than a
-    /// segment can be stored, too.
-    pub stripe_bytes_max: u64,
-}
-
-impl GroupConfig {
-    /// Default configuration.
-    pub fn new(group: GroupId, groups: NonZeroU16, term: Term) -> GroupConfig {
-        GroupConfig {
-            group,
-            groups,
-            term,
-            previous_term: Term::new(term.get().saturating_sub(1)).expect("term minus one is a valid term"),
-            exclusion: 0,
-            seed: u64::from(group.0),
-            placement: PlacementKind::default(),
-            eviction_high_watermark_permille: 980,
-            eviction_low_watermark_permille: 960,
-            reservation: Duration::from_millis(RESERVATION_MS_MAX.into()),
-            // A lease or a reservation of the preceding term, whichever is longer, and 1 % for clock drift.
-            reallocation_delay: Duration::from_millis(
-                u64::from(LEASE_MS_MAX.max(RESERVATION_MS_MAX)) * 101 / 100,
-            ),
-            report_wait: Duration::from_secs(30),
-            rejoin_window: Duration::from_secs(60),
-            disk_rejoin_window: Duration::from_secs(900),
-            repair_delay: Duration::from_secs(30),
-            offload_window: Duration::from_millis(LEASE_MS_MAX.into()),
-            offload: OffloadTrigger::default(),
-            admission: Admission::default(),
-            stripe_bytes_max: 256 << 20,
-        }
-    }
-}
-
-const _: () = assert!((256 << 20) % PAGE_BYTES == 0);
 
 /// A node with segments in this group.
 #[derive(Debug)]
@@ -249,6 +171,8 @@ pub struct Group {
     /// Copies between nodes.
     copies: copies::Copies,
     repairs: repair::Repairs,
+    rebalance: rebalance::Rebalance,
+    hot: hot::HotObjects,
     /// Objects of which an offload timed out, or ended in part: nodes may still be writing them.
     late_offloads: HashSet<ObjectId>,
     /// Objects that their nodes refuse to write to disk: too large for it, or corrupted.
@@ -375,6 +299,8 @@ impl Group {
             write_backs: flush::WriteBacks::default(),
             copies: copies::Copies::default(),
             repairs: repair::Repairs::new(now.mono.after(config.repair_delay)),
+            rebalance: rebalance::Rebalance::default(),
+            hot: hot::HotObjects::default(),
             late_offloads: HashSet::new(),
             not_offloadable: HashSet::new(),
             to_promote: VecDeque::new(),
@@ -513,19 +439,14 @@ impl Group {
         }
     }
 
-    /// Returns all tenants.
+    /// Returns all tenants with objects or a quota.
     pub fn tenants(&self) -> impl Iterator<Item = TenantUsage> {
-        self.tenants.iter().map(|(_, state)| TenantUsage {
-            name: state.name.clone(),
-            quota: state.quota,
-            bytes: state.bytes,
-            objects: state.objects,
-        })
+        self.tenants.iter().filter(|(_, state)| !state.is_idle()).map(|(_, state)| state.usage())
     }
 
     /// Returns one tenant.
     pub fn tenant_usage(&self, tenant: TenantIndex) -> Option<TenantUsage> {
-        self.tenants().nth(tenant.0.into())
+        self.tenants.iter().nth(tenant.0.into()).map(|(_, state)| state.usage())
     }
 
     fn next_epoch(&mut self) -> Result<Epoch, ErrorCode> {

@@ -60,6 +60,8 @@
 //!     object_len: 1024,
 //!     attributes_len: 0,
 //!     pin: PinClass::None,
+//!     spread: None,
+//!     disk_replicas: 0,
 //!     expires: None,
 //!     cohort: None,
 //!     parent: None,
@@ -128,9 +130,9 @@ pub use eviction::EvictionTrials;
 pub use group::{
     Admission, DiskSpec, DrainMode, EvictReport, ExpectedSegment, FlushProgress, Group, GroupConfig,
     GroupHandoff, GroupStats, HandoffObject, INVALIDATIONS_KEPT, Invalidations, ListCursor, LookupCounts,
-    LookupKey, LookupResult, MountOutcome, MountSpec, ObjectDetail, ObjectView, OffloadTrigger, PutEnd,
-    PutOptions, PutStart, RemoveOutcome, ReportRecord, ReportState, Reservation, SegmentView, StripeLocation,
-    StripeRange, SyncMark, TickBudget,
+    LookupKey, LookupResult, MountOutcome, MountSpec, NodeKey, ObjectDetail, ObjectView, OffloadTrigger,
+    PutEnd, PutOptions, PutStart, RemoteReads, RemoveOutcome, ReportRecord, ReportState, Reservation,
+    SegmentView, StripeLocation, StripeRange, SyncMark, TickBudget,
 };
 #[cfg(any(test, feature = "testing"))]
 pub use group::{Audit, AuditedExtent, Violation};
@@ -138,6 +140,6 @@ pub use ids::TenantIndex;
 pub use job::{JobId, JobKind, JobState, JobStatus, PatternError};
 pub use placement::{Placement, PlacementKind, PlacementRequest, ReplicaSite, SegmentCandidate, Topology};
 pub use segment::SegmentPhase;
-pub use sessions::{HeartbeatOutcome, SessionConfig, SessionInfo, Sessions};
+pub use sessions::{HeartbeatOutcome, NodeTaken, OpenedSession, SessionConfig, SessionInfo, Sessions};
 pub use tenant::{Quota, TENANTS_MAX, TenantUsage};
 pub use time::Now;

@@ -4,7 +4,7 @@
 //! A strategy is deterministic: equal candidates, an equal request and an equal generator state give the same choice.
 
 use moontide_rt::SplitMix64;
-use moontide_types::{NodeId, SegmentId};
+use moontide_types::{Domain, Labels, NodeId, SegmentId, Spread};
 
 /// Position of a node in the cluster, as interned labels; 0 is unknown and equal to nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,6 +30,14 @@ impl Topology {
         } else {
             3
         }
+    }
+}
+
+impl Topology {
+    /// Returns the labels that are known.
+    fn labels(self) -> Labels<u32> {
+        let known = |label: u32| (label != 0).then_some(label);
+        Labels { host: known(self.host), rack: known(self.rack), zone: known(self.zone) }
     }
 }
 
@@ -63,6 +71,20 @@ pub struct ReplicaSite {
     pub node: NodeId,
     /// Topology of the node.
     pub topology: Topology,
+}
+
+impl ReplicaSite {
+    /// Returns the part of the cluster that has at most one replica of an object with this spread.
+    pub(crate) fn domain(&self, spread: Option<Spread>) -> Domain<u32> {
+        spread.map_or(Domain::Node(self.node), |spread| spread.domain(self.node, self.topology.labels()))
+    }
+
+    /// Whether two replicas of an object with this spread may be at these sites.
+    pub(crate) fn is_apart(&self, other: &ReplicaSite, spread: Option<Spread>) -> bool {
+        // A host may have nodes with and without the other labels.
+        let on_one_host = spread.is_some() && self.topology.distance(other.topology) == 0;
+        self.node != other.node && !on_one_host && self.domain(spread) != other.domain(spread)
+    }
 }
 
 /// Constraints for the placement of one stripe.
@@ -237,6 +259,35 @@ mod tests {
             zone_hits += u32::from(candidates[second].topology.distance(replica.topology) == 3);
         }
         assert!(close_hits > 290 && zone_hits > 290, "close {close_hits}, other zone {zone_hits} of 300");
+    }
+
+    #[test]
+    fn sites_are_apart_if_no_known_label_of_the_spread_is_equal() {
+        let site = |node: u64, host, rack, zone| ReplicaSite {
+            node: NodeId(node),
+            topology: Topology { host, rack, zone },
+        };
+        let one = site(1, 1, 2, 3);
+        // Other labels are numbers of other texts, as in a group.
+        for (other, apart) in [
+            (site(1, 9, 8, 7), [false, false, false, false]),
+            (site(2, 1, 2, 3), [true, false, false, false]),
+            (site(2, 9, 2, 3), [true, true, false, false]),
+            (site(2, 9, 8, 3), [true, true, true, false]),
+            (site(2, 9, 8, 7), [true, true, true, true]),
+            // A rack of the same name in another zone.
+            (site(2, 9, 2, 7), [true, true, false, true]),
+            // Unknown labels.
+            (site(2, 0, 0, 0), [true, true, true, true]),
+            (site(2, 1, 0, 0), [true, false, false, false]),
+            (site(2, 9, 0, 0), [true, true, true, true]),
+            (site(2, 9, 0, 3), [true, true, true, false]),
+        ] {
+            let spreads = std::iter::once(None).chain(Spread::ALL.map(Some));
+            let found: Vec<bool> = spreads.map(|spread| one.is_apart(&other, spread)).collect();
+            assert_eq!(found, apart, "{other:?}");
+        }
+        assert!(site(1, 0, 0, 0).is_apart(&site(2, 0, 0, 0), Some(Spread::Zone)));
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! [`RecordExtension`]: uncommon properties of an object: more than one location, stripes, several replicas wanted, an
-//! expiry, a cohort, a parent.
+//! [`RecordExtension`]: uncommon properties of an object: more than one location, stripes, several replicas wanted, a
+//! spread, copies on disks, an expiry, a cohort, a parent.
 //!
 //! Separate from the record, so that it costs the common object (one replica, one stripe, no attributes) four bytes.
 
-use moontide_types::UnixMillis;
+use moontide_types::{Spread, UnixMillis};
 
 use crate::ids::NONE;
 use crate::record::SlotLocation;
@@ -32,6 +32,10 @@ pub(crate) struct RecordExtension {
     pub(crate) parent: Option<Box<[u8]>>,
     /// Replicas that the writer asked for, besides the first.
     pub(crate) extra_replicas: u8,
+    /// What the replicas must not share, besides their node.
+    pub(crate) spread: Option<Spread>,
+    /// Disks that shall have the object, besides memory.
+    pub(crate) disk_replicas: u8,
 }
 
 impl RecordExtension {
@@ -49,6 +53,8 @@ impl RecordExtension {
             cohort: NONE,
             parent: None,
             extra_replicas: 0,
+            spread: None,
+            disk_replicas: 0,
         }
     }
 }

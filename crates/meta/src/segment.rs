@@ -19,7 +19,7 @@ use moontide_heap::alloc::{Align, Allocator, BlockRef, PAGE_UNITS};
 use moontide_types::{Epoch, Extent, Generation, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId};
 
 use crate::ids::{RecordRef, TenantIndex};
-use crate::placement::Topology;
+use crate::placement::{ReplicaSite, Topology};
 use crate::record::SlotLocation;
 
 /// Phase in the life of a segment.
@@ -145,6 +145,11 @@ pub(crate) struct SegmentParams {
 }
 
 impl Segment {
+    /// Returns the site of replicas in this segment.
+    pub(crate) fn site(&self) -> ReplicaSite {
+        ReplicaSite { node: self.node, topology: self.topology }
+    }
+
     pub(crate) fn new(params: SegmentParams, phase: SegmentPhase, usable_at: MonoTime) -> Segment {
         let mut allocator = Allocator::new(params.units);
         if phase != SegmentPhase::Reporting {

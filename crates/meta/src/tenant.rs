@@ -66,7 +66,13 @@ impl TenantState {
         }
     }
 
-    fn is_idle(&self) -> bool {
+    pub(crate) fn usage(&self) -> TenantUsage {
+        let TenantState { quota, bytes, objects, .. } = *self;
+        TenantUsage { name: self.name.clone(), quota, bytes, objects }
+    }
+
+    /// Whether nothing would be lost if the tenant was forgotten.
+    pub(crate) fn is_idle(&self) -> bool {
         self.objects == 0 && self.bytes == 0 && self.quota == Quota::default()
     }
 

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use common::{GroupHarness, Routed, config, disks, id, lookup_key, memory, session, with_disks};
@@ -408,6 +409,8 @@ fn put_trigger_counts_objects_beyond_queue() {
             object_len: 1,
             attributes_len: 0,
             pin: PinClass::None,
+            spread: None,
+            disk_replicas: 0,
             expires: None,
             cohort: None,
             parent: None,
@@ -499,4 +502,27 @@ fn put_trigger_resumes_after_change_of_master() {
     assert_eq!(offloads(&harness), ["unwritten"]);
     harness.run_commands();
     assert_eq!(harness.group.write_back_backlog(), (0, 0));
+}
+
+/// Beyond the limit of a disk, a node would put the victims of an eviction behind the write-backs.
+#[test]
+fn write_backs_beyond_the_limit_of_a_disk_go_to_that_of_another_replica() {
+    let groups = NonZeroU16::new(64).unwrap();
+    // 64 groups share the limits, which leaves 16 write-backs for each.
+    let config = GroupConfig { offload: OffloadTrigger::Put, groups, ..config(1) };
+    let mut harness = with_disks(config, &[1, 2]);
+    let both =
+        PutOptions { local_node: Some(NodeId(1)), replicas: 2, replicas_min: 2, ..PutOptions::default() };
+    for number in 0..24 {
+        let key = format!("{number}");
+        let epoch = harness.start_with(&key, 1024, &both).unwrap();
+        harness.end(&key, epoch).unwrap();
+    }
+    harness.tick();
+    let of = |node: u64| {
+        let is_write =
+            |command: &&Routed| command.kind == CommandKind::Offload && command.node() == NodeId(node);
+        harness.commands.iter().filter(is_write).count()
+    };
+    assert_eq!((of(1), of(2)), (16, 8));
 }

@@ -52,6 +52,8 @@ fn put_start_restarts_own_put_and_rejects_other_callers() {
         object_len: 1,
         attributes_len: 0,
         pin: PinClass::None,
+        spread: None,
+        disk_replicas: 0,
         expires: None,
         cohort: None,
         parent: None,
@@ -296,6 +298,24 @@ fn tenants_without_objects_are_forgotten_and_too_many_are_refused() {
 }
 
 #[test]
+fn tenants_of_puts_that_never_end_are_forgotten() {
+    let mut harness = GroupHarness::new(&[1]);
+    harness.put("of-default", KIB);
+    for n in 0..50 {
+        harness.tenant = harness.group.tenant(Tenant::new(&format!("invented-{n}")).unwrap()).unwrap();
+        harness.start(&format!("key-{n}"), 1).unwrap();
+    }
+    assert_eq!(harness.group.tenants().count(), 51);
+    harness.advance(harness.group.config().reservation + Duration::from_secs(1));
+    harness.tick();
+    harness.run_commands();
+    let left: Vec<_> = harness.group.tenants().map(|tenant| tenant.name).collect();
+    assert_eq!(left, [Tenant::DEFAULT.as_str().into()]);
+    // Their indices are still valid.
+    assert_eq!(harness.group.tenant_usage(harness.tenant).unwrap().name, "invented-49".into());
+}
+
+#[test]
 fn cohort_is_leased_and_evicted_together() {
     let mut harness = GroupHarness::new(&[1]);
     for key in ["a", "b"] {
@@ -365,6 +385,8 @@ fn object_larger_than_any_segment_is_striped_to_fit() {
             object_len: len,
             attributes_len: 0,
             pin: PinClass::None,
+            spread: None,
+            disk_replicas: 0,
             expires: None,
             cohort: None,
             parent: None,
@@ -457,22 +479,6 @@ fn striped_object_spans_segments_and_needs_every_stripe() {
 }
 
 #[test]
-fn local_node_and_preferred_segments_override_placement() {
-    let mut harness = GroupHarness::new(&[1, 2, 3]);
-    for n in 0..10 {
-        let key = format!("local-{n}");
-        let local = PutOptions { local_node: Some(NodeId(2)), ..PutOptions::default() };
-        harness.start_with(&key, KIB, &local).unwrap();
-        assert_eq!(harness.group.query(harness.now, &lookup_key(&key)).unwrap().locations[0].node, NodeId(2));
-        let key = format!("preferred-{n}");
-        let preferred =
-            PutOptions { preferred_segments: vec![(NodeId(3), SegmentId(0))], ..PutOptions::default() };
-        harness.start_with(&key, KIB, &preferred).unwrap();
-        assert_eq!(harness.group.query(harness.now, &lookup_key(&key)).unwrap().locations[0].node, NodeId(3));
-    }
-}
-
-#[test]
 fn node_loss_removes_its_objects_and_fails_open_puts() {
     let mut harness = GroupHarness::new(&[1]);
     harness.put("there", KIB);
@@ -547,6 +553,8 @@ fn object_that_never_fits_is_too_large_once_memory_is_settled() {
         object_len: 600 * KIB,
         attributes_len: 0,
         pin: PinClass::None,
+        spread: None,
+        disk_replicas: 0,
         expires: None,
         cohort: None,
         parent: None,

@@ -284,6 +284,8 @@ fn remove_and_put_again(harness: &mut GroupHarness, key: &str) {
         object_len: KIB,
         attributes_len: 0,
         pin: PinClass::None,
+        spread: None,
+        disk_replicas: 0,
         expires: None,
         cohort: None,
         parent: None,

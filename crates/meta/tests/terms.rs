@@ -5,10 +5,11 @@ mod common;
 
 use std::time::Duration;
 
-use common::{GroupHarness, config, id, lookup_key, memory, session};
+use common::{GroupHarness, config, id, lookup_key, memory, reported, session};
 use moontide_meta::{
     CommandOutcome, GroupConfig, MountSpec, PutOptions, RemoveOutcome, ReportRecord, SyncMark, WaiterId,
 };
+use moontide_types::record::PinClass;
 use moontide_types::{Epoch, ErrorCode, Extent, Generation, NodeId, SegmentId, SlotId, Term};
 
 const KIB: u64 = 1024;
@@ -248,6 +249,21 @@ fn handoff_object_is_served_until_removed() {
     assert_eq!(removal, RemoveOutcome::Done(Some(ErrorCode::Pending)), "nodes have not reported");
     assert_eq!(next.lookup("k", 0), Err(ErrorCode::NotFound), "removed object is still found");
     assert!(!next.exists("k"));
+}
+
+#[test]
+fn pin_of_unreported_handoff_object_is_kept_when_a_node_reports_it() {
+    let mut previous = GroupHarness::new(&[1]);
+    let epoch = previous.put("k", KIB);
+    let mut next = GroupHarness::with(config(2));
+    next.group.import_handoff(next.now, previous.group.export_handoff(previous.now, 1_000));
+    next.group.set_pin(next.now, &lookup_key("k"), PinClass::Hard).unwrap();
+    assert_eq!(next.group.set_pin(next.now, &lookup_key("x"), PinClass::Hard), Err(ErrorCode::NotFound));
+    next.mount(1, 0, epoch.term(), true);
+    let (now, name, term) = (next.now, (NodeId(1), SegmentId(0)), Term::new(2).unwrap());
+    let record = reported(&next, "k", epoch, 0);
+    next.group.report(now, name, Generation(1), term, 0, [record], &mut next.effects).unwrap();
+    assert_eq!(next.group.query(now, &lookup_key("k")).unwrap().pin, PinClass::Hard);
 }
 
 #[test]

@@ -7,18 +7,24 @@
 //! | `GET /segments` | every segment with its grant and its usage |
 //! | `GET /segments/{n}` | one segment with its records, at most 65,536 |
 //!
+//! A request must name this host in its `Host`: see [`AdminGuard`].
+//!
 //! Responses are JSON. Keys are bytes and shown as UTF-8, with a replacement character for invalid sequences; epochs,
 //! which have 62 bits, are strings.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Path, State};
+use axum::extract::{ConnectInfo, Path, Request, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use moontide_tasks::BoundedListener;
+use moontide_auth::{ClientCertificates, Credentials};
+use moontide_tasks::{
+    ALPN_HTTP, AdminGuard, BoundedListener, ConnectionInfo, Protocol, TlsServer, call_of_page,
+};
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::State as RecordState;
 use moontide_types::{NodeId, SegmentId};
@@ -30,11 +36,11 @@ use crate::logic::usage::UnitUsage;
 use crate::memory::{NodeMemory, NodeSegment};
 use crate::metrics::Metrics;
 
-/// Maximum number of connections: a few scrapers, probes and operators.
-const CONNECTIONS_MAX: usize = 64;
+/// Maximum number of connections: a few scrapers, probes and operators, and as many of one host.
+const CONNECTIONS_MAX: usize = 128;
 
-/// Time without data after which a connection is closed, to free its permit.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time without a byte of a response after which a connection is closed: a response takes seconds at most.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
 
 /// Maximum number of records in one response: a browser can still show it.
 const RECORDS_MAX: usize = 65_536;
@@ -53,10 +59,14 @@ type Shared = State<Arc<AdminState>>;
 pub(crate) async fn serve(
     listener: TcpListener,
     admin: AdminState,
+    guard: AdminGuard,
+    credentials: Option<Arc<Credentials>>,
     mut stop: watch::Receiver<bool>,
 ) -> std::io::Result<()> {
-    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, (), Some(IDLE_TIMEOUT));
-    axum::serve(listener, router(admin))
+    let protocol = Protocol::Http1 { answer_max: ANSWER_MAX };
+    let tls = TlsServer::new(credentials, ClientCertificates::Optional, ALPN_HTTP);
+    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, protocol, ()).with_tls(tls);
+    axum::serve(listener, router(admin, guard).into_make_service_with_connect_info::<ConnectionInfo>())
         .with_graceful_shutdown(async move {
             // An error means that the node was dropped, which ends the server as well.
             let _ = stop.wait_for(|&stop| stop).await;
@@ -64,14 +74,32 @@ pub(crate) async fn serve(
         .await
 }
 
-fn router(admin: AdminState) -> Router {
+fn router(admin: AdminState, guard: AdminGuard) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
         .route("/health", get(health))
         .route("/segments", get(segments))
         .route("/segments/{segment}", get(segment))
         .fallback(async || failure("not found; try GET /metrics"))
+        .layer(from_fn_with_state(Arc::new(guard), check_request))
         .with_state(Arc::new(admin))
+}
+
+/// Refuses requests that a page of another site may have caused, and callers that have no right to them.
+async fn check_request(
+    State(guard): State<Arc<AdminGuard>>,
+    ConnectInfo(info): ConnectInfo<ConnectionInfo>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let call = call_of_page(request.method(), request.uri().path());
+    if let Err(denied) = info.caller().check(call) {
+        return (StatusCode::FORBIDDEN, Json(json!({"message": denied.to_string()}))).into_response();
+    }
+    match guard.check(request.method(), request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(denied) => (StatusCode::FORBIDDEN, Json(json!({"message": denied.to_string()}))).into_response(),
+    }
 }
 
 fn failure(message: &str) -> Response {
@@ -90,7 +118,7 @@ async fn health(State(admin): Shared) -> Json<Value> {
         "node": admin.node.to_string(),
         "master": admin.master,
         "mounted": status.mounted,
-        "session": status.session.map(|session| session.0.to_string()),
+        "registered": status.registered,
         "term": status.term.get(),
         "local_index_open": admin.metrics.index_gate.is_open(),
         "last_error": status.last_error,

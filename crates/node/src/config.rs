@@ -7,12 +7,13 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use moontide_auth::CredentialFiles;
 use moontide_disk::{BackendKind, EvictionPolicy, IoEngine};
 use moontide_heap::HugePages;
 use moontide_proto::limits::{ADDRESS_BYTES_MAX, ADDRESSES_MAX, LABEL_BYTES_MAX};
 use moontide_settings::{
-    Bytes, Component, HostPorts, InvalidConfig, InvalidSetting, Kind, ValueInfo, choices, is_host_and_port,
-    settings,
+    Bytes, Component, HostNames, HostPorts, InvalidConfig, InvalidSetting, Kind, ValueInfo, choices,
+    is_host_and_port, is_host_name, settings,
 };
 use moontide_types::NodeId;
 
@@ -104,6 +105,14 @@ settings! {
         ///
         /// Required if one of them is a wildcard such as 0.0.0.0.
         advertise: Vec<String> as AdvertisedAddresses = Vec::new();
+        /// CA certificates in PEM format, from which the certificates of all peers must come; none for no TLS.
+        ca: Option<PathBuf> = None, variable "MOONTIDE_CA";
+        /// Certificate of this process in PEM format.
+        cert: Option<PathBuf> = None, variable "MOONTIDE_CERT";
+        /// Private key of this process in PEM format.
+        key: Option<PathBuf> = None, variable "MOONTIDE_KEY";
+        /// Serve hosts on the network without TLS: every process that reaches a port may do everything.
+        insecure_no_tls: bool = false;
         /// Serve processes of this host over shared memory.
         shm: bool = true;
         /// Unix socket for shared-memory clients; none derives it from the node id.
@@ -118,6 +127,10 @@ settings! {
         zone: String = String::new();
         /// Address of the admin HTTP server; none disables it.
         admin_listen: Option<SocketAddr> = Some(ANY_LOCAL_PORT);
+        /// Further names of this host in requests to the admin HTTP server, e.g. that of a service or a proxy.
+        ///
+        /// Requests for any other name are refused, except IP addresses, localhost and the name of the host.
+        admin_hosts: Vec<String> as HostNames = Vec::new();
         /// Time without contact to a master after which the node stops serving reads.
         self_fence_timeout: Duration = SELF_FENCE_TIMEOUT_DEFAULT,
             in Duration::from_millis(100).., "set the time of at least a few heartbeats";
@@ -131,6 +144,10 @@ settings! {
         ///
         /// Objects are copied when another node is drained.
         copy_bytes_per_s: u64 as Bytes = COPY_BYTES_PER_S_DEFAULT;
+        /// Take all memory from the kernel after the start, in the background.
+        ///
+        /// Else the kernel provides each page when it is first written, which makes the first puts and copies into it slower.
+        prefault: bool = false;
         /// Memory pages: those that the kernel provides, or preallocated 2 MiB huge pages ("reserved").
         huge_pages: HugePages as HugePagesName = HugePages::Auto;
     }
@@ -227,6 +244,17 @@ impl NodeConfig {
     }
 }
 
+/// Hint for a process that would serve a network without TLS.
+const NO_TLS_HINT: &str = "create certificates with `moontide certs` and set ca, cert and key, or set insecure_no_tls if every \
+                           process that reaches this host may read and change everything";
+
+impl NodeConfig {
+    /// Returns the certificate files; `None`: no TLS.
+    pub(crate) fn credential_files(&self) -> Result<Option<CredentialFiles>, &'static str> {
+        CredentialFiles::of_settings(self.ca.as_deref(), self.cert.as_deref(), self.key.as_deref())
+    }
+}
+
 impl Component for NodeConfig {
     const PREFIX: &'static str = "MOONTIDE_NODE_";
     const COMMAND: &'static str = "moontide node";
@@ -274,6 +302,19 @@ impl Component for NodeConfig {
             ),
             "set the addresses under which other hosts reach this one",
         );
+        if let Err(missing) = self.credential_files() {
+            rule(
+                false,
+                missing,
+                "is not set, but other settings of TLS are".into(),
+                "set ca, cert and key, or none of them",
+            );
+        }
+        let public = self.listen.iter().chain(&self.admin_listen).find(|address| !address.ip().is_loopback());
+        if let Some(address) = public.filter(|_| self.ca.is_none() && !self.insecure_no_tls) {
+            let found = format!("is not set, and {address} can be reached from other hosts");
+            rule(false, "ca", found, NO_TLS_HINT);
+        }
         for address in &self.advertise {
             let parsed = address.parse::<SocketAddr>().ok();
             rule(
@@ -281,6 +322,14 @@ impl Component for NodeConfig {
                 "advertise",
                 format!("has \"{address}\", not \"ip:port\""),
                 "set an IP address and a port, e.g. 10.0.0.7:7500",
+            );
+        }
+        for name in &self.admin_hosts {
+            rule(
+                is_host_name(name),
+                "admin_hosts",
+                format!("has \"{name}\", no host name"),
+                "set names without scheme and port, e.g. moontide.example",
             );
         }
         for (setting, label) in [("host", &self.host), ("rack", &self.rack), ("zone", &self.zone)] {
@@ -365,7 +414,14 @@ mod tests {
             ("bytes_per_slot", |c| c.bytes_per_slot = 0),
             ("listen", |c| c.listen.clear()),
             ("listen", |c| c.listen = vec![ANY_LOCAL_PORT; 32]),
-            ("advertise", |c| c.listen = vec!["0.0.0.0:7500".parse().unwrap()]),
+            ("advertise", |c| {
+                (c.listen, c.insecure_no_tls) = (vec!["0.0.0.0:7500".parse().unwrap()], true);
+            }),
+            ("ca", |c| c.listen = vec!["10.0.0.7:7500".parse().unwrap()]),
+            ("ca", |c| c.admin_listen = Some("10.0.0.7:7500".parse().unwrap())),
+            ("ca", |c| (c.cert, c.key) = (Some("c".into()), Some("k".into()))),
+            ("cert", |c| (c.ca, c.key) = (Some("a".into()), Some("k".into()))),
+            ("key", |c| (c.ca, c.cert) = (Some("a".into()), Some("c".into()))),
             ("advertise", |c| c.advertise = vec!["host:7500".into()]),
             ("advertise", |c| c.advertise = vec!["0.0.0.0:7500".into()]),
             ("host", |c| c.host = "h".repeat(65)),
@@ -394,6 +450,7 @@ mod tests {
         let config = NodeConfig {
             listen: vec!["0.0.0.0:7500".parse().unwrap()],
             advertise: vec!["10.0.0.7:7500".into()],
+            insecure_no_tls: true,
             master: "[::1]:7400".into(),
             ..NodeConfig::default()
         };
@@ -422,6 +479,8 @@ mod tests {
             memory_bytes: 5 << 30,
             listen: vec!["10.0.0.7:7500".parse().unwrap(), "[::1]:0".parse().unwrap()],
             advertise: vec!["10.0.0.7:7500".to_owned()],
+            ca: Some("/etc/moontide/ca.pem".into()),
+            insecure_no_tls: true,
             shm: false,
             shm_socket: Some("/run/moontide.sock".into()),
             rack: "r\"12".to_owned(),
@@ -500,7 +559,12 @@ mod tests {
 
     #[test]
     fn every_setting_has_matching_environment_variable() {
+        // The certificate is that of the process, whatever it is.
+        let shared = ["MOONTIDE_CA", "MOONTIDE_CERT", "MOONTIDE_KEY"];
         for setting in NodeConfig::table() {
+            if setting.variable.is_some_and(|variable| shared.contains(&variable)) {
+                continue;
+            }
             let key = setting.key().replace('.', "_").to_uppercase();
             assert_eq!(setting.variable(NodeConfig::PREFIX), format!("MOONTIDE_NODE_{key}"));
         }

@@ -36,14 +36,15 @@ use crate::memory::NodeMemory;
 use crate::metrics::Counters;
 use crate::slot_fills::{FillSource, FillTarget, SkippedChecks};
 
-/// Threads that copy. While one verifies, another one reads.
-pub(crate) const COPY_THREADS: usize = 2;
+/// Threads that copy. While some verify or wait for a source, others read.
+pub(crate) const COPY_THREADS: usize = 4;
 
 /// Most records that one request describes, and whose payloads are read together.
 const BATCH_RECORDS_MAX: usize = 64;
 
-/// Bytes at which a batch gets no further record.
-const BATCH_BYTES: u64 = 8 << 20;
+/// Bytes at which a batch gets no further record. Few, because the bytes of a batch come at once: readers wait behind them on the
+/// network and for the cores.
+const BATCH_BYTES: u64 = 2 << 20;
 
 /// Time limit of connecting to a source.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -75,7 +76,8 @@ impl CopyJob {
 /// A node that may be a source, with the link to it.
 #[derive(Debug)]
 struct Source {
-    session: SessionId,
+    /// Number of its registration.
+    registration: u64,
     peer: Peer,
     link: Option<Arc<dyn Link>>,
 }
@@ -137,16 +139,16 @@ impl Copier {
         Arc::new(Copier::new(Arc::clone(memory), Arc::clone(events), Arc::default(), engines, 0))
     }
 
-    /// Learns the addresses of nodes, each with its session: with another session it is another process.
-    pub(crate) fn learn(&self, nodes: Vec<(SessionId, Peer)>) {
+    /// Learns the addresses of nodes, each with the number of its registration: with another one it is another process.
+    pub(crate) fn learn(&self, nodes: Vec<(u64, Peer)>) {
         let mut sources = self.sources.lock();
         if sources.len() + nodes.len() > NODES_MAX {
             sources.clear();
         }
-        for (session, peer) in nodes {
-            let known = sources.get(&peer.node).is_some_and(|known| known.session == session);
+        for (registration, peer) in nodes {
+            let known = sources.get(&peer.node).is_some_and(|known| known.registration == registration);
             if !known {
-                sources.insert(peer.node, Source { session, peer, link: None });
+                sources.insert(peer.node, Source { registration, peer, link: None });
             }
         }
     }
@@ -181,6 +183,7 @@ impl Copier {
 
     /// Runs a thread of the copier, until it is stopped.
     pub(crate) fn run(&self) {
+        moontide_rt::thread::lower_priority();
         while let Some(jobs) = self.next_batch() {
             let bytes = jobs.iter().map(CopyJob::bytes).sum();
             let wait = self.throttle.lock().take(bytes, SystemClock.now());
@@ -370,6 +373,9 @@ impl Copier {
         };
         let published = self.memory.publish_fill(&job.target, claim, job.source.root, (&is_live, skipped));
         mark!("copy cancelled between begin and publication", published == Err(ErrorCode::Cancelled));
+        let is_for = |purpose| published.is_ok() && job.source.purpose == purpose;
+        mark!("record copied to the host of its readers", is_for(CopyPurpose::Hot));
+        mark!("record moved for the balance of the nodes", is_for(CopyPurpose::Rebalance));
         (job, published)
     }
 
@@ -379,18 +385,18 @@ impl Copier {
 
     /// Returns the link to a source; opens one if there is none.
     fn link(&self, node: NodeId, deadline: Instant) -> Result<Arc<dyn Link>, ErrorCode> {
-        let (session, peer) = {
+        let (registration, peer) = {
             let sources = self.sources.lock();
             // A node without addresses has left.
             let source = sources.get(&node).ok_or(ErrorCode::Unreachable)?;
             if let Some(link) = source.link.as_ref().filter(|link| !link.is_closed()) {
                 return Ok(Arc::clone(link));
             }
-            (source.session, source.peer.clone())
+            (source.registration, source.peer.clone())
         };
         let link = self.engines.connect(&peer, deadline).map_err(|error| error.code())?;
         let mut sources = self.sources.lock();
-        if let Some(source) = sources.get_mut(&node).filter(|source| source.session == session) {
+        if let Some(source) = sources.get_mut(&node).filter(|source| source.registration == registration) {
             source.link = Some(Arc::clone(&link));
         }
         Ok(link)
@@ -412,6 +418,9 @@ fn urgency(purpose: CopyPurpose) -> u8 {
         // Until the copy is complete, another loss may lose the object.
         CopyPurpose::Repair => 0,
         CopyPurpose::Drain => 1,
+        // Readers wait for the network until then.
+        CopyPurpose::Hot => 2,
+        CopyPurpose::Rebalance => 3,
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use moontide_heap::HugePages;
+use moontide_proto::CapabilityKey;
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::thread::JoinHandle;
@@ -16,6 +17,7 @@ use moontide_types::{Generation, NodeId, SegmentId};
 use tokio::sync::watch;
 use tracing::{error, info};
 
+use crate::capabilities::CapabilityKeys;
 use crate::config::DiskConfig;
 use crate::copier::{COPY_THREADS, Copier};
 use crate::disk::{DeviceThread, DiskDirectories, DiskError, DiskTier};
@@ -48,6 +50,8 @@ pub(crate) struct CoreConfig<'a> {
     pub(crate) copy_bytes_per_s: u64,
     /// Engines that reach other nodes.
     pub(crate) engines: Engines,
+    /// Random key of the node's own capabilities.
+    pub(crate) capability_key: CapabilityKey,
 }
 
 /// Failure to start the parts of a node.
@@ -72,6 +76,7 @@ pub(crate) struct NodeCore {
     pub(crate) disk: Option<Arc<DiskTier>>,
     copier: Arc<Copier>,
     pub(crate) owner: Arc<NodeOwner>,
+    pub(crate) capabilities: Arc<CapabilityKeys>,
     pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) router: Arc<EventRouter>,
     pub(crate) status: Arc<Status>,
@@ -109,10 +114,12 @@ impl NodeCore {
         let router = EventRouter::new((0..plan.count).map(group).collect(), SyncMarkStore::open(mark_dirs));
         let (tasks, task_receiver) = mpsc::channel();
         let disk = disk.map(|disk| open_disk(disk, &memory, &router)).transpose()?.map(Arc::new);
+        let capabilities = Arc::new(CapabilityKeys::new(groups, config.capability_key));
         let owner = Arc::new(NodeOwner::new(
             node,
             Arc::clone(&memory),
             disk.clone(),
+            Arc::clone(&capabilities),
             Arc::clone(&counters),
             Arc::clone(&router),
             tasks.clone(),
@@ -134,6 +141,7 @@ impl NodeCore {
             disk: disk.clone(),
             copier: Arc::clone(&copier),
             owner,
+            capabilities,
             index_gate: Arc::clone(&index_gate),
             router: Arc::clone(&router),
             status: Arc::default(),
@@ -170,6 +178,7 @@ impl NodeCore {
             disk: self.disk.clone(),
             copier: Arc::clone(&self.copier),
             owner: Arc::clone(&self.owner),
+            capabilities: Arc::clone(&self.capabilities),
             index_gate: Arc::clone(&self.index_gate),
             status: Arc::clone(&self.status),
             flush: Arc::clone(&self.flush),

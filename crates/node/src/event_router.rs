@@ -92,7 +92,7 @@ impl EventRouter {
         for of_session in results.chunk_by(|a, b| a.0 == b.0) {
             for results in of_session.chunks(SESSION_RECORDS_MAX) {
                 let (session, results) = (results[0].0, results.iter().map(|&(_, result)| result).collect());
-                debug!(session = session.0, "command results sent");
+                debug!(%session, "command results sent");
                 self.send(NodeEvent::Results { session, results });
             }
         }

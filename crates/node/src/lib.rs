@@ -35,6 +35,7 @@
 //! `event_router`, `flush` (writes before a stop), `drain` (moves to other nodes), `index_gate` (heartbeat and local index), `admin` and `metrics`.
 
 mod admin;
+mod capabilities;
 mod config;
 mod copier;
 mod core;
@@ -49,6 +50,8 @@ mod memory;
 mod metrics;
 mod node;
 mod owner;
+mod prefault;
+mod remote_reads;
 mod session;
 mod slot_fills;
 mod status;

@@ -18,6 +18,7 @@ use moontide_types::{
 use crate::logic::access::AccessBitmap;
 use crate::logic::segment_plan::SegmentPlan;
 use crate::logic::usage::{UnitUsage, UsageTracker};
+use crate::remote_reads::RemoteReadTable;
 use crate::slot_fills::SlotFills;
 
 /// Memory that a node shares with clients and peers, and its state for each segment.
@@ -29,8 +30,11 @@ pub(crate) struct NodeMemory {
     segments: Vec<NodeSegment>,
     /// Slots that commands fill with complete records.
     pub(crate) fills: SlotFills,
+    remote_reads: RemoteReadTable,
     generation: Generation,
     slots: u32,
+    /// The segments are memory of ranks, which others than the store write, too.
+    is_external: bool,
     /// Time from which the node is self-fenced, in nanoseconds of the clock; 0 before the first contact with a master.
     stale_at: AtomicU64,
 }
@@ -179,8 +183,10 @@ impl NodeMemory {
             staging,
             segments,
             fills: SlotFills::default(),
+            remote_reads: RemoteReadTable::default(),
             generation,
             slots: plan.slots,
+            is_external: external.is_some(),
             stale_at: AtomicU64::new(0),
         })
     }
@@ -207,6 +213,17 @@ impl NodeMemory {
 
     pub(crate) fn generation(&self) -> Generation {
         self.generation
+    }
+
+    /// Whether local processes may fill records without digests: kernels and threads of ranks write them, unseen by the
+    /// store. In other memory such a record could show what an earlier one has left there.
+    pub(crate) fn allows_digestless(&self) -> bool {
+        self.is_external
+    }
+
+    /// Records that other hosts read much.
+    pub(crate) fn remote_reads(&self) -> &RemoteReadTable {
+        &self.remote_reads
     }
 
     pub(crate) fn segments(&self) -> &[NodeSegment] {

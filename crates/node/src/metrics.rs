@@ -64,6 +64,8 @@ pub(crate) struct Counters {
     copied_records: AtomicU64,
     copied_bytes: AtomicU64,
     copies_failed: AtomicU64,
+    capabilities_refused: AtomicU64,
+    capability_keys: AtomicU64,
 }
 
 /// Increments a counter. Relaxed: the values order nothing else.
@@ -124,6 +126,16 @@ impl Counters {
     pub(crate) fn copied(&self, bytes: Option<u64>) {
         increment(if bytes.is_some() { &self.copied_records } else { &self.copies_failed }, 1);
         increment(&self.copied_bytes, bytes.unwrap_or(0));
+    }
+
+    /// Counts a key of a master that replaces its last one.
+    pub(crate) fn capability_key(&self) {
+        increment(&self.capability_keys, 1);
+    }
+
+    /// Counts a request whose capability was refused. Returns their number.
+    pub(crate) fn capability_refused(&self) -> u64 {
+        self.capabilities_refused.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     pub(crate) fn unreadable(&self, records: u64) {
@@ -242,6 +254,16 @@ impl Collector for MetricsSnapshot {
                 "copies_failed",
                 "Records of other nodes that could not be copied",
                 read(&counters.copies_failed),
+            ),
+            (
+                "capability_keys",
+                "Keys of capabilities that masters have replaced in their sessions",
+                read(&counters.capability_keys),
+            ),
+            (
+                "capabilities_refused",
+                "Requests whose capability is not accepted: forged, or older than the keys of the node",
+                read(&counters.capabilities_refused),
             ),
             ("local_index_overflows", "Records that did not fit into the local index", self.overflowed),
         ];

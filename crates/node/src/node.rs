@@ -19,10 +19,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{fmt, io};
 
-use moontide_proto::v1;
+use moontide_auth::{Credentials, CredentialsError, Identity, Role};
+use moontide_proto::{CapabilityKey, v1};
 use moontide_rt::SplitMix64;
 use moontide_rt::time::Instant;
 use moontide_settings::InvalidConfig;
+use moontide_tasks::AdminGuard;
 use moontide_transfer::shm::{self, ShmServer, ShmServerConfig, ShmServerError};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine, TcpServer, TcpServerConfig, TcpServerError};
 use moontide_transfer::{EngineKind, Engines, Owner};
@@ -43,6 +45,7 @@ use crate::logic::segment_plan::{PlanArgs, PlanError, SegmentPlan, plan};
 use crate::logic::timing::MASTER_BACKOFF;
 use crate::memory::{ExternalMemory, MemoryError};
 use crate::metrics::Metrics;
+use crate::prefault::Prefault;
 use crate::session::{NodeDescriptor, learn_cluster};
 
 /// Maximum number of shm streams: one per client process, with a margin.
@@ -72,6 +75,21 @@ pub enum StartError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] InvalidConfig),
+    /// The certificate files cannot be used.
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    /// The certificate is not that of this node.
+    #[error("certificate {} is that of {found}, not of {expected}; {hint}", path.display())]
+    OtherNode {
+        /// Path of the certificate.
+        path: PathBuf,
+        /// Identity in the certificate.
+        found: Identity,
+        /// What the certificate should be of.
+        expected: String,
+        /// What to do.
+        hint: &'static str,
+    },
     /// No master is reachable.
     #[error(
         "no master at {master} within {:.1} s: {reason}; start it first (`moontide master`), or set `master` to \
@@ -160,6 +178,7 @@ pub struct Node {
     id: NodeId,
     segments: SegmentPlan,
     addresses: Addresses,
+    is_tls: bool,
     drain: Duration,
     drain_on_stop: Duration,
     flush_timeout: Duration,
@@ -171,6 +190,8 @@ pub struct Node {
     tcp_server: Option<TcpServer>,
     shm_server: Option<ShmServer>,
     runtime: Option<Runtime>,
+    /// Ends with the node.
+    prefault: Option<Prefault>,
 }
 
 impl fmt::Debug for Node {
@@ -203,16 +224,20 @@ impl Node {
             .build()?;
         let started = Instant::now();
         let seeds = config.masters();
-        let cluster = runtime.block_on(fetch_cluster_info(&seeds, boot))?;
+        let credentials = load_credentials(&config)?;
+        let certified = credentials.as_ref().map(|(_, node)| *node);
+        let credentials = credentials.map(|(credentials, _)| credentials);
+        let cluster = runtime.block_on(fetch_cluster_info(&seeds, boot, credentials.as_ref()))?;
+        let configured = certified.or(config.node_id);
         let directories = match &config.disk {
             Some(disk) => {
                 let DiskConfig { dir, backend, .. } = disk;
-                let opened = DiskDirectories::open(dir, cluster.number, *backend, config.node_id, random_u64);
+                let opened = DiskDirectories::open(dir, cluster.number, *backend, configured, random_u64);
                 Some(opened.map_err(DiskError::from)?)
             }
             None => None,
         };
-        let id = match (&directories, config.node_id) {
+        let id = match (&directories, configured) {
             (Some(directories), _) => directories.node,
             (None, Some(node)) => node,
             (None, None) => NodeId(random_u64()?.max(1)),
@@ -226,7 +251,9 @@ impl Node {
             page_bytes: config.huge_pages.page_bytes(),
         })?;
         let transfer = moontide_transfer::Metrics::new();
-        let tcp_config = TcpConfig { caller: boot, ..TcpConfig::default() };
+        // The boot id is for masters only: a process that knows it can take the node's session away.
+        let tcp_config =
+            TcpConfig { caller: random_u64()?, credentials: credentials.clone(), ..TcpConfig::default() };
         let tcp_engine = TcpEngine::new(tcp_config, Arc::clone(&transfer));
         let core_config = CoreConfig {
             node: id,
@@ -239,6 +266,7 @@ impl Node {
             self_fence_timeout: config.self_fence_timeout,
             copy_bytes_per_s: config.copy_bytes_per_s,
             engines: Engines::new(vec![Arc::new(tcp_engine)], Arc::clone(&transfer)),
+            capability_key: CapabilityKey::new(random()?),
         };
         let mark_dirs = directories.as_ref().map_or(vec![], |found| found.usable().to_vec());
         let core = NodeCore::start(core_config, &mark_dirs, open_disk(directories))?;
@@ -252,6 +280,7 @@ impl Node {
             id,
             segments: plan,
             addresses: Addresses::default(),
+            is_tls: credentials.is_some(),
             drain: config.drain_timeout,
             drain_on_stop: config.drain_on_stop,
             flush_timeout: config.disk.as_ref().map_or(Duration::ZERO, |disk| disk.flush_timeout),
@@ -263,9 +292,22 @@ impl Node {
             tcp_server: None,
             shm_server: None,
             runtime: Some(runtime),
+            prefault: None,
         };
+        if config.prefault {
+            let started = Prefault::start(Arc::clone(&node.core.memory));
+            node.prefault = Some(started?);
+        }
 
-        let server_config = TcpServerConfig { listen: config.listen.clone(), ..TcpServerConfig::default() };
+        let defaults = TcpServerConfig::default();
+        let connections_max = connections_max(defaults.connections_max);
+        let server_config = TcpServerConfig {
+            listen: config.listen.clone(),
+            connections_max,
+            connections_per_peer_max: connections_max.div_ceil(2),
+            credentials: credentials.clone(),
+            ..defaults
+        };
         let server = TcpServer::start(server_config, Arc::clone(&owner), Arc::clone(&transfer))?;
         node.addresses.tcp = server.addresses().to_vec();
         node.tcp_server = Some(server);
@@ -294,7 +336,9 @@ impl Node {
         };
         if let Some(address) = config.admin_listen {
             let state = AdminState { node: id, master: config.master.clone(), metrics };
-            node.serve_admin(address, state, admin_stopped)?;
+            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+            let names = config.admin_hosts.iter().chain([&host, &config.host]);
+            node.serve_admin(address, state, AdminGuard::new(names), credentials.clone(), admin_stopped)?;
         }
 
         let descriptor = NodeDescriptor {
@@ -304,6 +348,7 @@ impl Node {
             topology: v1::Topology { host: config.host, rack: config.rack, zone: config.zone },
             cluster: cluster.number,
             groups,
+            credentials: credentials.clone(),
         };
         let manager = node.core.sessions(descriptor, seeds, sessions_stopped);
         node.sessions = node.runtime.as_ref().map(|runtime| runtime.spawn(manager.run()));
@@ -322,6 +367,8 @@ impl Node {
         &mut self,
         address: SocketAddr,
         state: AdminState,
+        guard: AdminGuard,
+        credentials: Option<Arc<Credentials>>,
         stopped: watch::Receiver<bool>,
     ) -> Result<(), StartError> {
         let Some(runtime) = &self.runtime else { return Ok(()) };
@@ -329,7 +376,7 @@ impl Node {
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
         self.addresses.admin = Some(listener.local_addr().map_err(failed)?);
         self.admin = Some(runtime.spawn(async move {
-            if let Err(error) = admin::serve(listener, state, stopped).await {
+            if let Err(error) = admin::serve(listener, state, guard, credentials, stopped).await {
                 error!(%error, "admin HTTP server failed");
             }
         }));
@@ -344,6 +391,12 @@ impl Node {
     /// Returns the bound addresses, with the actual port for port 0.
     pub fn addresses(&self) -> &Addresses {
         &self.addresses
+    }
+
+    /// Returns the URL of the admin endpoints, if they are enabled.
+    pub fn admin_url(&self) -> Option<String> {
+        let scheme = if self.is_tls { "https" } else { "http" };
+        self.addresses.admin.map(|address| format!("{scheme}://{address}"))
     }
 
     /// Returns the bytes of memory in use, the bytes that are draining, and the total.
@@ -516,10 +569,45 @@ impl Drop for Node {
     }
 }
 
+/// Loads the certificate, if there is one, and returns the id of the node that it names.
+fn load_credentials(config: &NodeConfig) -> Result<Option<(Arc<Credentials>, NodeId)>, StartError> {
+    let files = config.credential_files().expect("validate() rejects incomplete settings");
+    let Some(files) = files else { return Ok(None) };
+    let path = files.cert.clone();
+    let credentials = Credentials::load(files)?;
+    let found = credentials.info().identity;
+    let other = |found, expected, hint| StartError::OtherNode { path, found, expected, hint };
+    match (found.role(), config.node_id) {
+        (&Role::Node(id), None) => Ok(Some((credentials, id))),
+        (&Role::Node(id), Some(expected)) if id == expected => Ok(Some((credentials, id))),
+        (Role::Node(_), Some(expected)) => {
+            Err(other(found, format!("node {expected}"), "omit node_id: the certificate names it"))
+        }
+        _ => Err(other(found, "a node".into(), "create one with `moontide certs issue DIRECTORY node`")),
+    }
+}
+
+/// Returns how many connections of peers there may be: at most half of the files that this process may open. With too few
+/// of them left, it could neither accept local processes nor open files of its disk.
+fn connections_max(most: usize) -> usize {
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    let allowed = usize::try_from(files / 2).unwrap_or(usize::MAX).max(2);
+    if allowed < most {
+        info!(
+            files,
+            connections = allowed,
+            wanted = most,
+            "few open files allowed; raise the limit (ulimit -n)"
+        );
+    }
+    most.min(allowed)
+}
+
 /// Asks the masters in turn for the cluster parameters, until one responds or the start times out.
 async fn fetch_cluster_info(
     masters: &[String],
     boot: u64,
+    credentials: Option<&Arc<Credentials>>,
 ) -> Result<crate::session::ClusterParams, StartError> {
     let started = Instant::now();
     let left = || MASTER_START_TIMEOUT.saturating_sub(started.elapsed());
@@ -527,7 +615,8 @@ async fn fetch_cluster_info(
     let mut reason = "no response".to_owned();
     while !left().is_zero() {
         for master in masters {
-            match tokio::time::timeout(left().min(CLUSTER_INFO_TIMEOUT), learn_cluster(master, boot)).await {
+            let info = learn_cluster(master, boot, credentials);
+            match tokio::time::timeout(left().min(CLUSTER_INFO_TIMEOUT), info).await {
                 Ok(Ok(cluster)) => return Ok(cluster),
                 Ok(Err(failure)) => reason = failure.to_string(),
                 Err(_) => {}
@@ -611,10 +700,14 @@ fn generation() -> Generation {
 }
 
 fn random_u64() -> io::Result<u64> {
-    let mut bytes = [0; 8];
+    random().map(u64::from_le_bytes)
+}
+
+fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
     // Up to 256 bytes are returned in one call.
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    Ok(u64::from_le_bytes(bytes))
+    Ok(bytes)
 }
 
 #[cfg(test)]

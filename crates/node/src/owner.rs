@@ -4,10 +4,11 @@
 //! Invariant: every change it makes in the heap is recorded in the usage and, where the master may not know of it,
 //! reported as a change.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use moontide_auth::{Identity, Role};
 use moontide_heap::{
     CommitError, Grant, KillOutcome, LocalReadStats, NodeHeap, NodePin, PayloadWriter, RecordSpec,
     StagedRecord,
@@ -18,17 +19,19 @@ use moontide_proto::convert::{
 };
 use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{
-    CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags,
-    OpFlags, OpKind, Packed, PackedBytesBuilder, ReportFlags, ReportRecord, TransferOp, v1,
+    AccessRight, Capability, CapabilityScope, CodesBuilder, CommitEntry, CommitFlags, FrameKind, Handle,
+    HandleFlags, Hello, ObjectEntry, ObjectFlags, OpFlags, OpKind, Packed, PackedBytesBuilder, RecordShape,
+    ReportFlags, ReportRecord, TransferOp, v1,
 };
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::time::Instant;
-use moontide_transfer::{CapabilityPolicy, Owner, PeerIdentity, pin_record};
-use moontide_types::record::{Attributes, KeySection, RecordDescription, RecordFlags, State, Word};
-use moontide_types::{Epoch, ErrorCode, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
+use moontide_transfer::{Owner, PeerIdentity, is_granted, pin_record};
+use moontide_types::record::{Attributes, Header, KeySection, RecordDescription, RecordFlags, State, Word};
+use moontide_types::{Epoch, ErrorCode, IdKey, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
 use prost::Message;
 
+use crate::capabilities::CapabilityKeys;
 use crate::disk::DiskTier;
 use crate::event_router::{EventRouter, NodeEvent};
 use crate::executor::ExecutorTask;
@@ -51,7 +54,9 @@ pub(crate) struct NodeOwner {
     node: NodeId,
     memory: Arc<NodeMemory>,
     disk: Option<Arc<DiskTier>>,
-    capabilities: CapabilityPolicy,
+    capabilities: Arc<CapabilityKeys>,
+    /// Key from which ids are computed; set by the first session with a master. A cluster has one key, for ever.
+    id_key: OnceLock<IdKey>,
     counters: Arc<Counters>,
     events: Arc<EventRouter>,
     tasks: mpsc::Sender<ExecutorTask>,
@@ -80,6 +85,7 @@ impl NodeOwner {
         node: NodeId,
         memory: Arc<NodeMemory>,
         disk: Option<Arc<DiskTier>>,
+        capabilities: Arc<CapabilityKeys>,
         counters: Arc<Counters>,
         events: Arc<EventRouter>,
         tasks: mpsc::Sender<ExecutorTask>,
@@ -88,7 +94,8 @@ impl NodeOwner {
             node,
             memory,
             disk,
-            capabilities: CapabilityPolicy::Disabled,
+            capabilities,
+            id_key: OnceLock::new(),
             counters,
             events,
             tasks,
@@ -98,6 +105,11 @@ impl NodeOwner {
             calls: AtomicUsize::new(0),
             reads: ServedReads::default(),
         }
+    }
+
+    /// Sets the key from which ids are computed. Returns whether it is the first one, or the same as before.
+    pub(crate) fn learn_id_key(&self, id_key: IdKey) -> bool {
+        *self.id_key.get_or_init(|| id_key.clone()) == id_key
     }
 
     /// Refuses new writes from now on. Writes that have begun, and reads, go on.
@@ -148,6 +160,22 @@ impl NodeOwner {
         self.events.send(NodeEvent::Change(change));
     }
 
+    /// Refuses a request whose capability a master of the group did not sign for exactly this scope.
+    fn check_capability(
+        &self,
+        what: &'static str,
+        scope: &CapabilityScope,
+        capability: Capability,
+    ) -> Result<(), ErrorCode> {
+        if self.capabilities.verify(scope, capability) { Ok(()) } else { Err(self.refused(what, scope)) }
+    }
+
+    /// Counts and logs a request without a valid capability. Returns the code of its refusal.
+    fn refused(&self, what: &'static str, scope: &CapabilityScope) -> ErrorCode {
+        self.capabilities.log_refusal(what, scope, self.counters.capability_refused());
+        ErrorCode::PermissionDenied
+    }
+
     fn handle_begin(&self, writer: PayloadWriter, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::BeginRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = BeginRequest::from_wire(&message).map_err(|error| error.code())?;
@@ -158,13 +186,26 @@ impl NodeOwner {
             let attributes = section.map_or_else(Attributes::default, AttributeSection::decode);
             let section = section.map_or(&[][..], AttributeSection::as_bytes);
             let key = KeySection { tenant: request.tenant, key };
+            let named = self.check_id(&object, key);
             for handle in handles.iter() {
-                let begun = self.begin(writer, &object, &handle, key, &attributes, section);
+                let begun =
+                    named.and_then(|()| self.begin(writer, &object, &handle, key, &attributes, section));
                 self.counters.begun(begun.is_ok());
                 codes.push(begun.err());
             }
         }
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
+    }
+
+    /// Checks that the id is the one of tenant and key: readers of the host find a record by its id alone, so no
+    /// caller may store other bytes under it.
+    fn check_id(&self, object: &ObjectEntry, key: KeySection<'_>) -> Result<(), ErrorCode> {
+        // Before the first session, no master has granted anything.
+        let id_key = self.id_key.get().ok_or(ErrorCode::StaleTerm)?;
+        let id = id_key.object_id(key.tenant, object.tenant_generation, key.key);
+        let named = object.id_key == id_key.number() && object.id == id
+            || moontide_rt::mutation_enabled("record-under-any-id");
+        if named { Ok(()) } else { Err(ErrorCode::PermissionDenied) }
     }
 
     fn begin(
@@ -180,6 +221,9 @@ impl NodeOwner {
         if handle.node != self.node || handle.generation != node_segment.segment().shape().generation {
             return Err(ErrorCode::StaleGeneration);
         }
+        let right = AccessRight::Write(RecordShape::granted(object, handle));
+        let scope = CapabilityScope::of_handle(handle, object.id, object.epoch, right);
+        self.check_capability("begin", &scope, handle.capability)?;
         if self.writes_closed.load(Ordering::SeqCst) || node_segment.is_closed() {
             return Err(CLOSED);
         }
@@ -187,6 +231,9 @@ impl NodeOwner {
             return Err(ErrorCode::InvalidArgument);
         }
         let digestless = object.flags.contains(ObjectFlags::DIGESTLESS);
+        if digestless && !(self.memory.allows_digestless() && matches!(writer, PayloadWriter::Client(_))) {
+            return Err(ErrorCode::Unsupported);
+        }
         let record = RecordSpec {
             id: object.id,
             flags: if digestless { RecordFlags::DIGESTLESS } else { RecordFlags::NONE },
@@ -236,14 +283,21 @@ impl NodeOwner {
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
     }
 
-    fn check_generation(&self, entry: &CommitEntry) -> Result<(), ErrorCode> {
+    /// Checks that the sender of a commit or an abort may write the record in the slot.
+    fn check_writer(&self, what: &'static str, entry: &CommitEntry) -> Result<(), ErrorCode> {
         let node_segment = self.memory.segment(entry.segment).ok_or(ErrorCode::StaleGeneration)?;
-        let same = node_segment.segment().shape().generation == entry.generation;
-        if same { Ok(()) } else { Err(ErrorCode::StaleGeneration) }
+        if node_segment.segment().shape().generation != entry.generation {
+            return Err(ErrorCode::StaleGeneration);
+        }
+        let header = self.memory.heap().header(entry.segment, entry.slot, entry.epoch);
+        let header = header.ok_or(ErrorCode::StaleEpoch)?;
+        let right = AccessRight::Write(RecordShape::of(&header));
+        let scope = entry.capability_scope(header.stripe_index, right);
+        self.check_capability(what, &scope, entry.capability)
     }
 
     fn commit(&self, writer: PayloadWriter, entry: &CommitEntry, deadline: Instant) -> Result<(), ErrorCode> {
-        self.check_generation(entry)?;
+        self.check_writer("commit", entry)?;
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
         let heap = self.memory.heap();
         match writer {
@@ -262,7 +316,7 @@ impl NodeOwner {
     /// Aborts a record that is being written. Only the master may remove a complete one: any peer that may read it
     /// knows its slot and epoch, too.
     fn abort(&self, entry: &CommitEntry) -> Result<(), ErrorCode> {
-        self.check_generation(entry)?;
+        self.check_writer("abort", entry)?;
         let CommitEntry { segment, slot, epoch, .. } = *entry;
         if self.memory.heap().pin(segment, slot, epoch).is_some() {
             return Err(ErrorCode::AlreadyExists);
@@ -286,13 +340,16 @@ impl NodeOwner {
         }
         let disk = self.disk.as_ref().ok_or(ErrorCode::Gone)?;
         let ops: Vec<TransferOp> = request.ops.iter().collect();
-        for op in &ops {
-            self.capabilities.admits(op)?;
-        }
+        let granted: Vec<Result<(), ErrorCode>> = ops.iter().map(|op| self.check_op(op, None)).collect();
+        let allowed = ops.iter().zip(&granted).filter(|(_, granted)| granted.is_ok());
+        let allowed: Vec<TransferOp> = allowed.map(|(op, _)| *op).collect();
         let until = Instant::now() + Duration::from_millis(request.lease_ms.into());
+        let mut staged = disk.stage_with_lease(&allowed, until, deadline).into_iter();
         let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Load, ops.len());
-        for (op, staged) in ops.iter().zip(disk.stage_with_lease(&ops, until, deadline)) {
-            let loaded = staged.and_then(|staged| self.loaded(op, &staged, request.lease_ms));
+        for (op, granted) in ops.iter().zip(granted) {
+            let loaded = granted
+                .and_then(|()| staged.next().expect("one result per allowed operation"))
+                .and_then(|staged| self.loaded(op, &staged, request.lease_ms));
             let pushed = match loaded {
                 Ok((entry, handle)) => {
                     // A large object is read in many parts; only the first one counts.
@@ -333,7 +390,7 @@ impl NodeOwner {
             id_key: header.id_key,
         };
         let extent = staged.extent();
-        let handle = Handle {
+        let mut handle = Handle {
             node: self.node,
             segment: staged.segment(),
             slot: staged.slot(),
@@ -343,7 +400,7 @@ impl NodeOwner {
             stripe_offset: header.stripe_offset,
             stripe_len: header.stripe_len,
             stripe_root: header.root,
-            capability: op.capability,
+            capability: Capability::default(),
             term: op.term,
             stripe_index: header.stripe_index,
             stripe_count: header.stripe_count,
@@ -351,6 +408,8 @@ impl NodeOwner {
             medium: Medium::Memory,
             flags: HandleFlags::NONE,
         };
+        let scope = CapabilityScope::of_handle(&handle, entry.id, entry.epoch, AccessRight::Read);
+        handle.capability = self.capabilities.sign_staged(&scope);
         Ok((entry, handle))
     }
 
@@ -359,6 +418,11 @@ impl NodeOwner {
         let ops = Packed::<TransferOp>::decode(body, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for op in ops.iter() {
+            let scope = op.capability_scope(AccessRight::Read);
+            if !self.capabilities.verify_staged(&scope, op.capability) {
+                codes.push(Some(self.refused("release", &scope)));
+                continue;
+            }
             if let Some(disk) = &self.disk {
                 disk.release_lease(&op);
             }
@@ -383,6 +447,17 @@ impl NodeOwner {
         }
         Ok(v1::DescribeReply { codes: codes.finish().into(), records: records.finish().into() }
             .encode_to_vec())
+    }
+
+    /// Checks the capability of an operation.
+    fn check_op(&self, op: &TransferOp, record: Option<&Header>) -> Result<(), ErrorCode> {
+        if is_granted(op, record, |scope, capability| self.capabilities.verify(scope, capability)) {
+            return Ok(());
+        }
+        Err(self.refused(
+            if op.kind == OpKind::Write { "write" } else { "read" },
+            &op.capability_scope(AccessRight::Read),
+        ))
     }
 
     /// Records that these are dead without a command of the master, and has them reclaimed.
@@ -452,13 +527,17 @@ impl Owner for NodeOwner {
         self.memory.heap()
     }
 
-    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode> {
+    fn authorize_peer(&self, hello: &Hello, peer: Option<&Identity>) -> Result<(), ErrorCode> {
+        // Masters and scrapers need nothing of the data plane.
+        if matches!(peer.map(Identity::role), Some(Role::Master | Role::Scraper)) {
+            return Err(ErrorCode::PermissionDenied);
+        }
         // A client sends 0. Another id means that the peer has an outdated address.
         if hello.node == NodeId(0) || hello.node == self.node { Ok(()) } else { Err(ErrorCode::StaleSession) }
     }
 
-    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
-        self.capabilities.admits(op)?;
+    fn authorize_op(&self, op: &TransferOp, record: Option<&Header>) -> Result<(), ErrorCode> {
+        self.check_op(op, record)?;
         // The master unmounts the segments, or has done so: records may be removed or replaced elsewhere from now on.
         if self.refuses_reads() && op.kind == OpKind::Read {
             return Err(ErrorCode::StaleSession);
@@ -476,6 +555,10 @@ impl Owner for NodeOwner {
             self.reads.bytes.fetch_add(op.len, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    fn on_remote_reads(&self, near: NodeId, op: &TransferOp, bytes: u64) {
+        self.memory.remote_reads().note(near, op, bytes);
     }
 
     fn stage(&self, ops: &[TransferOp], deadline: Instant) -> Vec<Result<NodePin<'_>, ErrorCode>> {

@@ -23,7 +23,10 @@ use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
-use moontide_proto::convert::{Address, Commands, MasterMessage, MasterMessageBody, NodeDetail, Wire};
+use moontide_auth::Credentials;
+use moontide_proto::convert::{
+    Address, Commands, MasterMessage, MasterMessageBody, NodeDetail, NumberedKey, Wire,
+};
 use moontide_proto::{CommandResult, PackedBuilder, v1};
 use moontide_rt::{Backoff, SplitMix64, mark};
 use moontide_transfer::{EngineKind, Peer};
@@ -36,6 +39,7 @@ use v1::node_message::Body;
 
 use self::calls::{Client, MasterError, code_of};
 use self::manager::MapSignal;
+use crate::capabilities::CapabilityKeys;
 use crate::copier::Copier;
 use crate::disk::DiskTier;
 use crate::drain::DrainState;
@@ -89,6 +93,8 @@ pub(crate) struct NodeDescriptor {
     /// Id of the cluster; the node refuses masters of another one.
     pub(crate) cluster: u64,
     pub(crate) groups: NonZeroU16,
+    /// Certificate of the node; `None`: no TLS.
+    pub(crate) credentials: Option<Arc<Credentials>>,
 }
 
 /// Components of a node that the drivers use.
@@ -98,6 +104,7 @@ pub(crate) struct NodeComponents {
     pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) copier: Arc<Copier>,
     pub(crate) owner: Arc<NodeOwner>,
+    pub(crate) capabilities: Arc<CapabilityKeys>,
     pub(crate) index_gate: Arc<IndexGate>,
     pub(crate) status: Arc<Status>,
     pub(crate) flush: Arc<FlushState>,
@@ -113,12 +120,12 @@ impl NodeComponents {
     }
 }
 
-/// Returns the session and the addresses of a node from which records are copied.
-fn peer_of(detail: &NodeDetail<'_>) -> (SessionId, Peer) {
+/// Returns the number of the registration and the addresses of a node from which records are copied.
+fn peer_of(detail: &NodeDetail<'_>) -> (u64, Peer) {
     let address =
         |address: &Address<'_>| Some((EngineKind::from_name(address.engine)?, address.address.to_owned()));
     let addresses = detail.addresses.iter().filter_map(address).collect();
-    (detail.session, Peer { node: detail.node, addresses })
+    (detail.registration, Peer { node: detail.node, addresses })
 }
 
 /// Keeps the session with one master.
@@ -145,6 +152,10 @@ struct SessionDriver {
 #[derive(Debug)]
 struct SessionState {
     session: SessionId,
+    /// Id of the master, and the newest key that it has sent.
+    key: (Term, NumberedKey),
+    /// Groups for which the keys of the master are accepted.
+    keyed: GroupSet,
     /// Groups whose segments are mounted, with their terms.
     mounted: HostedGroups,
     outbox: Outbox,
@@ -218,7 +229,7 @@ impl SessionDriver {
                     self.map_signal.request_refresh(); // it may no longer be a master
                     self.components.status.change(|status| {
                         status.mounted = false;
-                        status.session = None;
+                        status.registered = false;
                         status.last_error = Some(error.to_string());
                     });
                 }
@@ -312,6 +323,9 @@ impl SessionDriver {
         let request = calls::open_session(&self.descriptor, self.highest_term);
         let call = client.open_session(request);
         let grant = calls::opened(self.call(call).await?)?;
+        if !self.components.owner.learn_id_key(grant.id_key) {
+            return Err(MasterError::OtherIdKey.into());
+        }
         self.highest_term = self.highest_term.max(grant.term);
         let (session, ttl) = (grant.session, grant.ttl);
         if grant.groups != u32::from(self.descriptor.groups.get()) {
@@ -327,6 +341,8 @@ impl SessionDriver {
         let _ = self.components.tasks.send(ExecutorTask::Session { begins: Some(session), ends: None });
         self.state = Some(SessionState {
             session,
+            key: (grant.term, grant.key),
+            keyed: GroupSet::none(self.descriptor.groups),
             mounted: HostedGroups::new(),
             outbox: Outbox::new(session),
             heartbeats: HeartbeatTracker::new(requested, ttl),
@@ -337,10 +353,10 @@ impl SessionDriver {
         });
         self.components.status.change(|status| {
             status.mounted = false;
-            status.session = Some(session);
+            status.registered = true;
             status.term = grant.term;
         });
-        info!(master = %self.master, session = session.0, term = grant.term.get(), "session opened");
+        info!(master = %self.master, %session, term = grant.term.get(), "session opened");
         self.mount(client).await
     }
 
@@ -353,6 +369,12 @@ impl SessionDriver {
         state.complete = None;
         state.sync_gate.close();
         state.mounted.retain(|group, _| !lost.contains(*group));
+        state.keyed = state.keyed.without(&lost);
+        state.keyed.extend(&missing);
+        let (signer, NumberedKey { rotation, key }) = &state.key;
+        // Before the mount: the master signs with this key from then on.
+        self.components.capabilities.hold(*signer, key, &missing);
+        let rotation = *rotation;
         let memory = Arc::clone(&self.components.memory);
         let of = |groups: &GroupSet, node_segment: &NodeSegment| {
             self.router
@@ -379,7 +401,7 @@ impl SessionDriver {
                 node_segments.iter().map(|node_segment| self.spec(node_segment)).collect();
             let occupied: Vec<bool> = specs.iter().map(|spec| spec.has_records).collect();
             let synced = self.router.sync_marks.to_wire(SystemClock.now());
-            let request = calls::mount_segments(&self.descriptor, session, specs, synced);
+            let request = calls::mount_segments(&self.descriptor, session, specs, synced, rotation);
             let call = client.mount_segments(request);
             let grants = calls::mounted(self.call(call).await?, node_segments.len())?;
             let mut not_hosted = GroupSet::none(self.descriptor.groups);
@@ -413,7 +435,7 @@ impl SessionDriver {
             }
             mounted = mounted.without(&not_hosted);
         }
-        info!(master = %self.master, session = session.0, groups = mounted.len(), "segments mounted");
+        info!(master = %self.master, %session, groups = mounted.len(), "segments mounted");
         if let Some(disk) = self.components.disk.clone()
             && !mounted.is_empty()
         {
@@ -421,7 +443,7 @@ impl SessionDriver {
             disk.announce_inventory(session);
             let spec = calls::disk_spec(memory.generation(), disk.is_occupied());
             let synced = self.router.sync_marks.to_wire(SystemClock.now());
-            let request = calls::mount_segments(&self.descriptor, session, vec![spec], synced);
+            let request = calls::mount_segments(&self.descriptor, session, vec![spec], synced, rotation);
             let call = client.mount_segments(request);
             let grants = calls::mounted(self.call(call).await?, 1)?;
             if let Some(code) = grants.iter().find_map(|grant| grant.code) {
@@ -473,7 +495,7 @@ impl SessionDriver {
                 Err(_) => return warn!("timeout of unmounting segments; the session will expire"),
             }
         }
-        info!(session = state.session.0, "segments unmounted");
+        info!(session = %state.session, "segments unmounted");
     }
 
     /// Runs one stream of the session until it ends.
@@ -588,6 +610,13 @@ impl SessionDriver {
                 let task = ExecutorTask::Commands { session: state.session, commands, sources };
                 let _ = self.components.tasks.send(task);
             }
+            MasterMessageBody::CapabilityKey(key) => {
+                self.components.capabilities.hold(state.key.0, &key.key, &state.keyed);
+                let held = v1::CapabilityKeyHeld { rotation: key.rotation };
+                self.components.counters.capability_key();
+                state.key.1 = key;
+                state.outbox.push(Body::CapabilityKeyHeld(held));
+            }
             MasterMessageBody::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush, drain } => {
                 drain.into_iter().for_each(|drain| self.components.drain.set(drain));
                 state.heartbeats.acked(heartbeat_id, Duration::from_millis(ttl_ms.into()));
@@ -614,7 +643,7 @@ impl SessionDriver {
             if let Some(at) = self.router.mark_synced(&self.route, sent, &state.mounted) {
                 self.components.index_gate.mark_synced(at);
                 if !self.components.status.is_mounted() {
-                    info!(session = state.session.0, "all masters synced");
+                    info!(session = %state.session, "all masters synced");
                 }
                 self.components.status.change(|status| {
                     status.mounted = true;
@@ -700,6 +729,9 @@ impl SessionDriver {
             }),
             flushing: is_flushing,
             draining: self.components.drain.is_draining(),
+            remote_reads: memory.remote_reads().take(|segment| {
+                self.router.group_of(segment).is_some_and(|group| state.mounted.contains_key(&group))
+            }),
         };
         state.outbox.push(Body::Heartbeat(heartbeat));
     }

@@ -128,7 +128,7 @@ impl NodeMemory {
     pub(crate) fn publish_fill(
         &self,
         target: &FillTarget,
-        claim: NodeClaim<'_>,
+        mut claim: NodeClaim<'_>,
         root: u64,
         (is_live, skipped): (&dyn Fn() -> bool, SkippedChecks),
     ) -> Result<(), ErrorCode> {
@@ -140,6 +140,7 @@ impl NodeMemory {
             self.abandon_fill(target);
             return Err(ErrorCode::Cancelled);
         }
+        claim.set_written();
         let published = claim.publish(root);
         drop(slots);
         if let Err(error) = published {

@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use moontide_rt::sync::{Condvar, Mutex};
 use moontide_rt::time::Instant;
-use moontide_types::{SessionId, Term};
+use moontide_types::Term;
 
 /// State of the node's registration with its masters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MasterStatus {
     /// Whether the masters have mounted all segments and acknowledged their complete reports.
     pub(crate) mounted: bool,
-    pub(crate) session: Option<SessionId>,
+    /// Whether the node has a session with the master that it reached last.
+    pub(crate) registered: bool,
     pub(crate) term: Term,
     /// Error of the last attempt to reach a master; `None` if it succeeded.
     pub(crate) last_error: Option<String>,

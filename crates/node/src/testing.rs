@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use moontide_disk::Storage;
 use moontide_heap::HugePages;
-use moontide_proto::v1;
+use moontide_proto::{CapabilityKey, v1};
 use moontide_rt::time::Instant;
 use moontide_tasks::JoinHandle;
 use moontide_transfer::{Engine, Engines, Metrics, Owner};
@@ -83,6 +83,7 @@ impl NodeWithoutSockets {
             self_fence_timeout: config.self_fence_timeout,
             copy_bytes_per_s: config.copy_bytes_per_s,
             engines: Engines::new(config.engine.into_iter().collect(), Metrics::new()),
+            capability_key: CapabilityKey::new(std::array::from_fn(|at| config.boot.to_le_bytes()[at % 8])),
         };
         let open_disk = move |config, memory: &Arc<_>, router: &Arc<_>| {
             let (dir, _, storage) = disk.expect("only a node with a disk opens it");
@@ -91,6 +92,7 @@ impl NodeWithoutSockets {
         let core = NodeCore::start(core_config, &mark_dirs, Box::new(open_disk));
         let core = core.map_err(|error| error.to_string())?;
         let descriptor = NodeDescriptor {
+            credentials: None,
             node,
             boot: config.boot,
             addresses: vec![v1::Address { engine: "tcp".into(), address: config.address }],

@@ -22,14 +22,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use master::{ADDRESS, CLUSTER, ScriptedMaster, term};
+use master::{ADDRESS, CAPABILITY_KEY, CLUSTER, ScriptedMaster, term};
 use moontide_disk::SimulatedDisk;
 use moontide_node::testing::{NodeWithoutSockets, TestNodeConfig};
 use moontide_node::{DiskConfig, SELF_FENCE_TIMEOUT_DEFAULT};
 use moontide_proto::convert::{ObjectListBuilder, ObjectListKind};
 use moontide_proto::{
-    Capability, Codes, CommandKind, CommitEntry, CommitFlags, FixedRecord as _, FrameKind, Handle,
-    HandleFlags, NodeCommand, ObjectEntry, ObjectFlags, OpKind, PackedKeysBuilder, v1,
+    AccessRight, Capability, CapabilityKey, CapabilityScope, Codes, CommandKind, CommitEntry, CommitFlags,
+    FixedRecord as _, FrameKind, Handle, HandleFlags, NodeCommand, ObjectEntry, ObjectFlags, OpKind,
+    PackedKeysBuilder, RecordShape, v1,
 };
 use moontide_rt::sim::{self, Process, ProcessClock, WorldConfig};
 use moontide_rt::sync::{Condvar, Mutex};
@@ -38,18 +39,24 @@ use moontide_rt::{thread, with_mutation};
 use moontide_transfer::{PeerIdentity, Target, serve_write};
 use moontide_types::record::{KeySection, RecordFlags, RecordLayout};
 use moontide_types::{
-    Epoch, Extent, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId, Tenant, TenantGeneration,
+    Epoch, Extent, Generation, IdKey, Key, Medium, NodeId, ObjectId, SegmentId, SlotId, Tenant,
+    TenantGeneration,
 };
 use prost::Message as _;
 
 const NODE: NodeId = NodeId(3);
-const ID: ObjectId = ObjectId([9; 16]);
 const SEGMENT: SegmentId = SegmentId(0);
 const SLOT: SlotId = SlotId(2);
 const LEN: u64 = 600;
 /// For how long a command to write is valid: longer than a history.
 const LEASE_MS: u32 = 20_000;
 const KEY: &[u8] = b"key";
+
+/// Returns the id of the object, by the key that the scripted master sends.
+fn id() -> ObjectId {
+    let key = Key::new(KEY).unwrap();
+    IdKey::new(1, [7; 32]).object_id(Tenant::DEFAULT, TenantGeneration::default(), key)
+}
 
 /// What may happen, each at most once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -224,7 +231,7 @@ impl Host {
             let op = Target::of(&handle, object.id, object.epoch).to_wire(OpKind::Write, 0, LEN);
             let root = serve_write(&*owner, &op, &[5; LEN as usize], deadline, || ()).unwrap();
             let entry = CommitEntry {
-                id: ID,
+                id: id(),
                 epoch: object.epoch,
                 generation: handle.generation,
                 segment: SEGMENT,
@@ -251,7 +258,7 @@ impl Host {
                 generation: generation(start),
                 slot: SLOT,
                 epoch: epoch(),
-                id: ID,
+                id: id(),
                 lease_ms: if kind == CommandKind::Offload { LEASE_MS } else { 0 },
                 ..NodeCommand::new(number, kind, term())
             }
@@ -286,7 +293,7 @@ fn epoch() -> Epoch {
 }
 
 fn object(start: u64) -> (ObjectEntry, Handle) {
-    let handle = Handle {
+    let mut handle = Handle {
         node: NODE,
         segment: SEGMENT,
         slot: SLOT,
@@ -308,7 +315,7 @@ fn object(start: u64) -> (ObjectEntry, Handle) {
         code: None,
         flags: ObjectFlags::NONE,
         valid_ms: 1_000,
-        id: ID,
+        id: id(),
         epoch: epoch(),
         object_len: LEN,
         root: 0,
@@ -319,6 +326,9 @@ fn object(start: u64) -> (ObjectEntry, Handle) {
         tenant_generation: TenantGeneration::default(),
         id_key: 1,
     };
+    let right = AccessRight::Write(RecordShape::granted(&object, &handle));
+    let scope = CapabilityScope::of_handle(&handle, id(), epoch(), right);
+    handle.capability = CapabilityKey::new(CAPABILITY_KEY).sign(&scope);
     (object, handle)
 }
 
@@ -340,7 +350,7 @@ fn run(order: Vec<Event>, mutation: Option<&'static str>) -> Result<Shown, Strin
 }
 
 fn explore(order: &[Event]) -> Result<Shown, String> {
-    let master = Rc::new(ScriptedMaster::new(ID));
+    let master = Rc::new(ScriptedMaster::new(id()));
     moontide_tasks::sim::set_network(Rc::clone(&master) as Rc<dyn moontide_tasks::sim::Network>);
     let gates = Rc::new(Gates::default());
     let its_gates = Rc::clone(&gates);
@@ -504,7 +514,7 @@ fn deliberate_bugs_are_found() {
 fn session_that_ends_late_leaves_the_next_one_its_results() {
     let report = sim::run(&WorldConfig::new(1), || {
         moontide_tasks::sim::with_runtime(1, || {
-            let master = Rc::new(ScriptedMaster::new(ID));
+            let master = Rc::new(ScriptedMaster::new(id()));
             moontide_tasks::sim::set_network(Rc::clone(&master) as Rc<dyn moontide_tasks::sim::Network>);
             let mut host =
                 Host { disk: SimulatedDisk::new(1), master: Rc::clone(&master), starts: 0, process: None };
@@ -551,7 +561,7 @@ fn interrupted_node_finds_its_master_again() {
         let config = WorldConfig { stall_per_million: 3_000, ..WorldConfig::new(seed) };
         let report = sim::run(&config, move || {
             moontide_tasks::sim::with_runtime(seed, || {
-                let master = Rc::new(ScriptedMaster::new(ID));
+                let master = Rc::new(ScriptedMaster::new(id()));
                 moontide_tasks::sim::set_network(Rc::clone(&master) as Rc<dyn moontide_tasks::sim::Network>);
                 let disk = SimulatedDisk::new(seed);
                 let mut host = Host { disk, master: Rc::clone(&master), starts: 0, process: None };

@@ -58,8 +58,8 @@ pub use response::{Response, ResponseBody};
 pub use session::{
     Address, Commands, DiskState, DiskStatus, FlushStatus, Heartbeat, MasterMessage, MasterMessageBody,
     MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, NodeMessage, NodeMessageBody,
-    OpenSessionRequest, OpenSessionResponse, Pressure, ReadCounters, SegmentSpec, SegmentState,
-    SegmentStatus, SessionGrant, SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
+    NumberedKey, OpenSessionRequest, OpenSessionResponse, Pressure, ReadCounters, RemoteReads, SegmentSpec,
+    SegmentState, SegmentStatus, SessionGrant, SyncMark, Topology, TouchBitmap, UnmountSegmentsRequest,
 };
 
 use moontide_types::record::TrailerError;

@@ -114,6 +114,18 @@ fixed_record! {
 }
 
 impl Hello {
+    /// Encodes the body of a Hello or HelloAck: the record, and the node on the host of the sender whose memory it maps, 0 if none.
+    pub fn encode_body(&self, near: NodeId, out: &mut Vec<u8>) {
+        self.encode(out);
+        out.extend_from_slice(&near.0.to_le_bytes());
+    }
+
+    /// Returns the node on the host of the sender; 0 if it has none, or is of a release that does not say it.
+    pub fn near_node(body: &[u8]) -> NodeId {
+        let bytes = body.get(Hello::BYTES..Hello::BYTES + 8).and_then(|bytes| bytes.try_into().ok());
+        NodeId(bytes.map_or(0, u64::from_le_bytes))
+    }
+
     /// Decodes the body of a Hello or HelloAck. Ignores bytes after the record, which a later release may append:
     /// every release must be able to decode the first frame of a connection.
     pub fn decode_body(body: &[u8]) -> Result<Hello, RecordError> {

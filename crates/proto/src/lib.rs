@@ -87,7 +87,9 @@ pub mod v1 {
     pub use crate::generated::*;
 }
 
-pub use capability::{AccessRight, Capability, CapabilityKey, CapabilityScope};
+pub use capability::{
+    AccessRight, Capability, CapabilityKey, CapabilityScope, CapabilitySecret, RecordShape, sign_all,
+};
 pub use codec::{BoundedCodec, BoundedDecoder};
 pub use frame::{
     FRAME_FIELDS, FRAME_HEADER_BYTES, FRAME_MAGIC, FRAME_VERSION, FrameError, FrameFlags, FrameHeader,

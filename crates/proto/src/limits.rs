@@ -52,6 +52,9 @@ pub const TOUCH_BITMAPS_MAX: usize = 1024;
 /// Longest touch bitmap in bytes: 524,288 slots. A node splits longer ones.
 pub const TOUCH_BYTES_MAX: usize = 65_536;
 
+/// Maximum number of records in one heartbeat that other hosts read much.
+pub const REMOTE_READS_MAX: usize = 1024;
+
 /// Maximum number of addresses of one node: engines times rails.
 pub const ADDRESSES_MAX: usize = 32;
 

@@ -85,8 +85,8 @@ fn attributes_are_checked_where_they_stand() {
 
 fn too_many_elements_are_refused_before_they_are_allocated() {
     refused_unallocated::<v1::PutStartRequest>("configs", empty_elements(3));
-    let segments = nested(3, &empty_elements(4));
-    refused_unallocated::<v1::PutStartRequest>("config.preferred_segments", segments);
+    let places = nested(3, &empty_elements(4));
+    refused_unallocated::<v1::PutStartRequest>("config.preferred", places);
     refused_unallocated::<v1::PutStartResponse>("expires_unix_ms", nested(4, &vec![0; 1 << 24][64..]));
     refused_unallocated::<v1::PutEndRequest>("stripe_roots", nested(3, &vec![0; 1 << 24][64..]));
     refused_unallocated::<v1::GroupMap>("map.masters", empty_elements(3));

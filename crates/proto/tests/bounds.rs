@@ -416,21 +416,18 @@ fn put_message_limits_are_enforced() {
     );
     edge!(PutStartRequest, TooLarge, |m| config!(m).stripes = STRIPES_MAX as u32, config!(m).stripes += 1);
     edge!(PutStartRequest, TooLarge, |m| config!(m).ttl_ms = TTL_MS_MAX, config!(m).ttl_ms += 1);
-    edge!(PutStartRequest, TooLarge, |m| config!(m).preferred_nodes = vec![1; REPLICAS_MAX], {
-        config!(m).preferred_nodes = vec![1; REPLICAS_MAX + 1]
-    });
-    let segment = |segment| v1::SegmentRef { node: 1, segment };
+    let place = |segment| v1::Place { node: 1, segment };
     edge!(
         PutStartRequest,
         TooLarge,
-        |m| config!(m).preferred_segments = vec![segment(0); REPLICAS_MAX],
-        config!(m).preferred_segments = vec![segment(0); REPLICAS_MAX + 1]
+        |m| config!(m).preferred = vec![place(None); PREFERRED_PLACES_MAX],
+        config!(m).preferred = vec![place(None); PREFERRED_PLACES_MAX + 1]
     );
     edge!(
         PutStartRequest,
         TooLarge,
-        |m| config!(m).preferred_segments = vec![segment(SEGMENTS_PER_NODE_MAX - 1)],
-        config!(m).preferred_segments = vec![segment(SEGMENTS_PER_NODE_MAX)]
+        |m| config!(m).preferred = vec![place(Some(SEGMENTS_PER_NODE_MAX - 1))],
+        config!(m).preferred = vec![place(Some(SEGMENTS_PER_NODE_MAX))]
     );
     edge!(PutStartRequest, Unsupported, |m| config!(m).medium = 3, config!(m).medium = 4);
     let config = Gen::new(2).put_config();
@@ -563,6 +560,24 @@ fn stream_message_limits_are_enforced() {
     });
     edge!(MountSegmentsRequest, TooLarge, |m| m.synced = synced(1, last), m.synced = synced(1, last + 1));
 
+    let key = |rotation, len| {
+        let key = v1::CapabilityKey { rotation, key: vec![0; len].into() };
+        Some(v1::master_message::Body::CapabilityKey(key))
+    };
+    edge!(MasterMessage, InvalidArgument, |m| m.body = key(1, 32), m.body = key(0, 32));
+    edge!(MasterMessage, InvalidArgument, |m| m.body = key(1, 32), m.body = key(1, 31));
+    edge!(MasterMessage, InvalidArgument, |m| m.body = key(1, 32), m.body = key(1, 33));
+    let node_keys = |count, node| vec![v1::HandoffKey { node, key: vec![0; 32].into() }; count];
+    edge!(HandoffGroupRequest, TooLarge, |m| m.node_keys = node_keys(HANDOFF_SEGMENTS_MAX, 1), {
+        m.node_keys = node_keys(HANDOFF_SEGMENTS_MAX + 1, 1)
+    });
+    edge!(
+        HandoffGroupRequest,
+        InvalidArgument,
+        |m| m.node_keys = node_keys(1, 1),
+        m.node_keys = node_keys(1, 0)
+    );
+
     let heartbeat = v1::Heartbeat { heartbeat_id: 1, ..Default::default() };
     let refused_heartbeat = |heartbeat| refused(Body::Heartbeat(heartbeat));
     assert_eq!(refused_heartbeat(v1::Heartbeat { heartbeat_id: 0, ..heartbeat.clone() }), invalid);
@@ -572,6 +587,11 @@ fn stream_message_limits_are_enforced() {
     assert_eq!(refused_heartbeat(touched(vec![bits(0, TOUCH_BYTES_MAX + 1)])), large);
     assert_eq!(refused_heartbeat(touched(vec![bits(0, 0); TOUCH_BITMAPS_MAX + 1])), large);
     assert_eq!(refused_heartbeat(touched(vec![bits(u32::MAX - 8, 1)])), invalid);
+    let reads = v1::RemoteReads { epoch: 1 << 40 | 1, reader: 7, ..Default::default() };
+    let remote = |remote_reads| v1::Heartbeat { remote_reads, ..heartbeat.clone() };
+    assert_eq!(refused_heartbeat(remote(vec![reads; REMOTE_READS_MAX + 1])), large);
+    assert_eq!(refused_heartbeat(remote(vec![v1::RemoteReads { reader: 0, ..reads }])), invalid);
+    assert_eq!(refused_heartbeat(remote(vec![v1::RemoteReads { slot: u32::MAX, ..reads }])), invalid);
     let status = |state, live_units, free_units| v1::Heartbeat {
         segments: vec![v1::SegmentStatus { state, live_units, free_units, ..Default::default() }],
         ..heartbeat.clone()

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use moontide_proto::*;
 use moontide_types::record::{State, Word};
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, ObjectId, SegmentId, SlotId,
+    Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, NodeId, ObjectId, SegmentId, SlotId,
     TenantGeneration, Term,
 };
 
@@ -97,6 +97,37 @@ fn frame_headers_match_golden_vectors() {
             ..FrameHeader::new(FrameKind::Error, 2)
         },
     );
+}
+
+#[test]
+fn capabilities_match_golden_vectors() {
+    let key =
+        CapabilitySecret::new(std::array::from_fn(|i| i as u8)).key_of(NodeId(0x0102_0304_0506_0708), 9);
+    assert_eq!(key.as_bytes()[..], vectors()["capability_key"]);
+    let read = CapabilityScope {
+        right: AccessRight::Read,
+        stripe: 3,
+        segment: SegmentId(4),
+        generation: Generation(5),
+        slot: SlotId(6),
+        term: term(7),
+        epoch: epoch(7, 99),
+        id: ident(),
+    };
+    let shape = RecordShape {
+        extent: Extent { start: 8, units: 1024 },
+        object_len: 524_288,
+        stripe_offset: 262_144,
+        stripe_len: 262_144,
+        stripe_count: 2,
+        digestless: true,
+        id_key: 1,
+        tenant_generation: TenantGeneration(6),
+    };
+    let write = CapabilityScope { right: AccessRight::Write(shape), stripe: 1, ..read };
+    for (name, scope) in [("capability_read", read), ("capability_write", write)] {
+        assert_eq!(key.sign(&scope).0[..], vectors()[name], "{name}");
+    }
 }
 
 #[test]

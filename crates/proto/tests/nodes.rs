@@ -5,12 +5,12 @@ use moontide_proto::limits::{
     ADDRESS_BYTES_MAX, ADDRESSES_MAX, ENGINE_BYTES_MAX, LABEL_BYTES_MAX, NODES_MAX,
 };
 use moontide_proto::v1;
-use moontide_types::{ErrorCode, NodeId, SessionId};
+use moontide_types::{ErrorCode, NodeId};
 
 fn node() -> v1::NodeDetail {
     v1::NodeDetail {
         node: 7,
-        session: 8,
+        registration: 8,
         addresses: vec![v1::Address { engine: "tcp".into(), address: "10.0.0.1:7000".into() }],
         topology: Some(v1::Topology { host: "h".into(), rack: "r".into(), zone: String::new() }),
         draining: false,
@@ -30,7 +30,7 @@ fn node_list_decodes_ids_addresses_and_topology() {
     let message = v1::GetNodesResponse { context: Some(Default::default()), nodes: vec![node()] };
     let list = GetNodesResponse::from_wire(&message).unwrap().into_result().unwrap();
     let [node] = &list.nodes[..] else { panic!("{list:?}") };
-    assert_eq!((node.node, node.session), (NodeId(7), SessionId(8)));
+    assert_eq!((node.node, node.registration), (NodeId(7), 8));
     assert_eq!((node.addresses[0].engine, node.addresses[0].address), ("tcp", "10.0.0.1:7000"));
     assert_eq!((node.topology.host, node.topology.rack, node.topology.zone), ("h", "r", ""));
 }
@@ -40,7 +40,7 @@ fn node_list_limits_are_enforced() {
     let (invalid, large) = (Some(ErrorCode::InvalidArgument), Some(ErrorCode::TooLarge));
     assert_eq!(code(|_| ()), None);
     assert_eq!(code(|n| n.node = 0), invalid);
-    assert_eq!(code(|n| n.session = 0), invalid);
+    assert_eq!(code(|n| n.registration = 0), invalid);
     assert_eq!(code(|n| n.topology = None), invalid);
     let label = |len| code(|n| n.topology.as_mut().unwrap().zone = "z".repeat(len));
     assert_eq!((label(LABEL_BYTES_MAX), label(LABEL_BYTES_MAX + 1)), (None, large));

@@ -1,6 +1,7 @@
-//! Small files that are old or new after a crash, never torn.
+//! Small files that are old or new after a crash, never torn, and that only this user may read.
 
 use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Returns the content of a file.
@@ -23,7 +24,8 @@ pub fn read_to_string(path: &Path) -> io::Result<String> {
     String::from_utf8(read(path)?).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// Replaces the content of a file durably: writes another file, syncs it, renames it, and syncs the directory.
+/// Replaces the content of a file durably: writes another file, syncs it, renames it, and syncs the directory. The new file has
+/// mode 0600, whatever the mode of the old one.
 ///
 /// # Errors
 /// If one of these fails. Then the file is the old or the new one.
@@ -33,7 +35,9 @@ pub fn replace(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
         return replaced;
     }
     let new = dir.join(format!("{name}.new"));
-    let mut file = std::fs::File::create(&new)?;
+    // Left behind by a crash, perhaps with another mode.
+    let _ = std::fs::remove_file(&new);
+    let mut file = std::fs::File::options().write(true).create_new(true).mode(0o600).open(&new)?;
     file.write_all(content)?;
     file.sync_all()?;
     std::fs::rename(&new, dir.join(name))?;

@@ -10,6 +10,9 @@ use std::time::Duration;
 
 use moontide_types::NodeId;
 
+/// Longest name of a host in the DNS.
+const HOST_NAME_BYTES_MAX: usize = 253;
+
 /// Form of a value in a TOML file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
@@ -245,6 +248,24 @@ impl Kind for Millis {
     }
 }
 
+/// Names of hosts, without ports. [`is_host_name`] checks each.
+#[derive(Debug)]
+pub enum HostNames {}
+
+impl Kind for HostNames {
+    type Value = Vec<String>;
+    const INFO: ValueInfo =
+        info("NAME,…", "a list of host names", "master-0.example,moontide.example", Form::List);
+
+    fn parse(text: &str) -> Option<Vec<String>> {
+        <Vec<String>>::parse(text)
+    }
+
+    fn text(value: &Vec<String>) -> String {
+        <Vec<String>>::text(value)
+    }
+}
+
 /// A host name or IP address with a port. [`is_host_and_port`] checks it.
 #[derive(Debug)]
 pub enum HostPort {}
@@ -381,6 +402,12 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 
 fn parse_or_explain<K: Kind>(text: &str) -> Result<K::Value, String> {
     K::parse(text).ok_or_else(|| format!("{text:?} is not {}", K::INFO))
+}
+
+/// Returns whether this is the name of a host, without a scheme, a port or a path.
+pub fn is_host_name(text: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+    (1..=HOST_NAME_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_allowed)
 }
 
 /// Whether the text is a host name or IP address and a port other than 0. IPv6 addresses are in brackets.

@@ -55,7 +55,8 @@ pub use declare::{Component, OptionalSection, SetError, Setting, Settings, Value
 pub use error::{InvalidConfig, InvalidSetting, Origin, SettingsError};
 pub use file::to_toml;
 pub use kind::{
-    Bytes, Form, HostPort, HostPorts, Kind, Millis, ValueInfo, is_host_and_port, parse_duration, parse_size,
+    Bytes, Form, HostNames, HostPort, HostPorts, Kind, Millis, ValueInfo, is_host_and_port, is_host_name,
+    parse_duration, parse_size,
 };
 pub use load::{Loaded, load, process_environment};
 

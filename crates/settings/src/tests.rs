@@ -271,6 +271,13 @@ fn other_values_are_parsed() {
     for wrong in ["host", "host:0", ":7401", "::1:7400", "http://host:7400", "a b:1", "[]:1", "[::1:1"] {
         assert!(!is_host_and_port(wrong), "{wrong}");
     }
+    for right in ["host", "master-0.example", "10.0.0.1", "a_b"] {
+        assert!(is_host_name(right), "{right}");
+    }
+    let long = "a".repeat(254);
+    for wrong in ["", "host:7402", "http://host", "a b", "a,b", "*", "[::1]", &long] {
+        assert!(!is_host_name(wrong), "{wrong}");
+    }
 }
 
 proptest! {

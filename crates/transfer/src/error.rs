@@ -151,6 +151,14 @@ pub enum ConnectionError {
         /// Error of the decoder.
         source: RecordError,
     },
+    /// TLS failed: the peer has no valid certificate, refuses that of this process, does not speak TLS, or bytes were changed.
+    #[error("TLS with {peer}: {reason}; {hint}", hint = ErrorCode::Unauthenticated.hint())]
+    Tls {
+        /// The other end of the connection.
+        peer: PeerName,
+        /// Error of TLS.
+        reason: Arc<str>,
+    },
     /// Another node listens at the address.
     #[error("{peer} is node {found}, not node {expected}")]
     WrongNode {
@@ -205,6 +213,7 @@ impl ConnectionError {
                 ErrorCode::Unsupported
             }
             ConnectionError::HandshakeRefused { code, .. } => *code,
+            ConnectionError::Tls { .. } => ErrorCode::Unauthenticated,
             ConnectionError::WrongNode { .. } => ErrorCode::StaleSession,
             ConnectionError::Ops { source, .. } => source.code(),
             ConnectionError::BackingOff { .. } => ErrorCode::Unreachable,
@@ -222,6 +231,7 @@ impl ConnectionError {
             ConnectionError::UnexpectedReply { .. } => "unexpected_reply",
             ConnectionError::HandshakeRefused { .. } => "handshake_refused",
             ConnectionError::Handshake { .. } => "handshake",
+            ConnectionError::Tls { .. } => "tls",
             ConnectionError::WrongNode { .. } => "wrong_node",
             ConnectionError::Ops { .. } => "ops",
             ConnectionError::Abandoned { .. } => "abandoned",

@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | segment, generation | a segment of the node, in its current incarnation | `StaleGeneration` |
 //! | term | not newer than the term that the segment has adopted; for a write, the epoch's | `StaleTerm` |
-//! | capability | accepted by the owner | `PermissionDenied`, or the owner's code |
 //! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
 //! | object, stripe | equal to the header's | `Gone` |
+//! | capability | accepted by the owner | `PermissionDenied`, or the owner's code |
 //! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
 //!
 //! An operation on the disk has no valid segment and slot: the owner finds the record by object, version and stripe and
@@ -15,11 +15,15 @@
 use std::fmt;
 use std::time::Duration;
 
+use moontide_auth::Identity;
 use moontide_heap::{NodeClaim, NodeHeap, NodePin, Segment};
 #[cfg(feature = "testing")]
 use moontide_proto::FixedRecord as _;
 use moontide_proto::limits::DISK_PART_BYTES;
-use moontide_proto::{CapabilityKey, FrameKind, Hello, OpFlags, Packed, TransferOp};
+use moontide_proto::{
+    AccessRight, Capability, CapabilityScope, FrameKind, Hello, OpFlags, OpKind, Packed, RecordShape,
+    TransferOp,
+};
 use moontide_rt::time::Instant;
 use moontide_types::record::Header;
 use moontide_types::{ClientId, Epoch, ErrorCode, NodeId, SegmentId, SlotId, Span};
@@ -41,12 +45,17 @@ pub trait Owner: Send + Sync + fmt::Debug {
     /// Returns the memory of this node.
     fn heap(&self) -> &NodeHeap;
 
-    /// Checks whether the peer may connect at all; otherwise returns the code for its rejection.
-    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode>;
+    /// Checks whether the peer may connect at all; otherwise returns the code for its rejection. `peer`: the identity in its
+    /// certificate, if the connection uses TLS.
+    fn authorize_peer(&self, hello: &Hello, peer: Option<&Identity>) -> Result<(), ErrorCode>;
 
-    /// Checks whether the operation is allowed, as far as that does not depend on the record; otherwise returns the
-    /// code for its rejection.
-    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode>;
+    /// Checks whether the operation is allowed; otherwise returns the code for its rejection. `record`: header of the
+    /// record in memory that the operation names, pinned; `None` for a record on the disk.
+    fn authorize_op(&self, op: &TransferOp, record: Option<&Header>) -> Result<(), ErrorCode>;
+
+    /// Notifies that processes of another host, which has the node `near`, have read about as many bytes of records in
+    /// memory since the last notice, and that this operation was one of those reads.
+    fn on_remote_reads(&self, _near: NodeId, _op: &TransferOp, _bytes: u64) {}
 
     /// Reads the records of operations on the disk into memory, all of them before this returns, and pins them. Returns
     /// one result per operation: a record that is longer than a part ([`DISK_PART_BYTES`]) is represented by a record
@@ -68,24 +77,20 @@ pub trait Owner: Send + Sync + fmt::Debug {
     fn on_client_exit(&self, _records: &[(SegmentId, SlotId, Epoch)]) {}
 }
 
-/// Whether operations need a capability.
-#[derive(Clone, Debug)]
-pub enum CapabilityPolicy {
-    /// Capabilities are not checked: every peer that may connect is trusted.
-    Disabled,
-    /// Every operation needs a capability made with this key.
-    Required(CapabilityKey),
-}
-
-impl CapabilityPolicy {
-    /// Checks the capability of the operation.
-    pub fn admits(&self, op: &TransferOp) -> Result<(), ErrorCode> {
-        match self {
-            CapabilityPolicy::Required(key) if !key.verify(&op.capability_scope(), op.capability) => {
-                Err(ErrorCode::PermissionDenied)
-            }
-            CapabilityPolicy::Disabled | CapabilityPolicy::Required(_) => Ok(()),
-        }
+/// Returns whether the capability of an operation grants it. `record` is as in [`Owner::authorize_op`]; `verify` compares a
+/// capability with a scope under the keys of the owner.
+pub fn is_granted(
+    op: &TransferOp,
+    record: Option<&Header>,
+    verify: impl Fn(&CapabilityScope, Capability) -> bool,
+) -> bool {
+    let verify = |right| verify(&op.capability_scope(right), op.capability);
+    let may_write = || record.is_some_and(|header| verify(AccessRight::Write(RecordShape::of(header))));
+    match op.kind {
+        OpKind::Write => may_write(),
+        // The writer of a record reads it with the capability of its put, which it has in its cache.
+        OpKind::Read => verify(AccessRight::Read) || may_write(),
+        OpKind::Load | OpKind::Release => verify(AccessRight::Read),
     }
 }
 
@@ -119,7 +124,7 @@ pub(crate) fn pin_reads<'a>(
     // read.
     let disk_ops = ops.iter().filter(|op| op.flags.contains(OpFlags::DISK));
     let authorized: Vec<(TransferOp, Result<(), ErrorCode>)> =
-        disk_ops.map(|op| (op, owner.authorize_op(&op))).collect();
+        disk_ops.map(|op| (op, owner.authorize_op(&op, None))).collect();
     let on_disk: Vec<TransferOp> =
         authorized.iter().filter(|(_, authorized)| authorized.is_ok()).map(|(op, _)| *op).collect();
     let mut authorized = authorized.into_iter();
@@ -134,8 +139,8 @@ pub(crate) fn pin_reads<'a>(
             let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
             return staged_range(pin, &op);
         }
-        let range = checked(owner, &op)?;
-        pinned_range(owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?, range, &op)
+        let (pin, range) = pin_checked(owner, &op)?;
+        pinned_range(pin, range, &op)
     };
     ops.iter().map(pin_read).collect()
 }
@@ -145,10 +150,15 @@ pub(crate) fn pin_reads<'a>(
 /// # Errors
 /// The code of the refusal.
 pub fn pin_record<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<NodePin<'a>, ErrorCode> {
-    checked(owner, op)?;
+    pin_checked(owner, op).map(|(pin, _)| pin)
+}
+
+fn pin_checked<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<(NodePin<'a>, Span), ErrorCode> {
+    let range = checked(owner, op)?;
     let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
     same_object(pin.header(), op)?;
-    Ok(pin)
+    owner.authorize_op(op, Some(pin.header()))?;
+    Ok((pin, range))
 }
 
 /// Returns the range of an operation in what [`Owner::stage`] has pinned for it.
@@ -196,6 +206,7 @@ pub(crate) fn claim_write<'a>(
         let empty = Span::new(0, 0).expect("empty range");
         let probe = heap.claim_range(op.segment, op.slot, op.epoch, empty).ok_or(ErrorCode::StaleEpoch)?;
         same_object(probe.header(), op)?;
+        owner.authorize_op(op, Some(probe.header()))?;
         if range.end() > probe.header().stripe_len {
             return Err(ErrorCode::OutOfBounds);
         }
@@ -262,7 +273,6 @@ fn checked(owner: &dyn Owner, op: &TransferOp) -> Result<Span, ErrorCode> {
     if !knows_term(&segment, op) {
         return Err(ErrorCode::StaleTerm);
     }
-    owner.authorize_op(op)?;
     Span::new(op.offset, op.len).ok_or(ErrorCode::OutOfBounds)
 }
 

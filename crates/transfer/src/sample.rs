@@ -7,17 +7,18 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use moontide_auth::Identity;
 use moontide_heap::{CommitError, Grant, HeapConfig, HugePages, NodeHeap, PayloadWriter, RecordSpec};
 use moontide_proto::convert::{BeginRequest, CommitRequest, Wire};
 use moontide_proto::{
-    AccessRight, Capability, CapabilityKey, CapabilityScope, CodesBuilder, CommitEntry, CommitFlags,
-    FixedRecord, FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags, OpFlags, PackedBuilder,
-    PackedKeysBuilder, TransferOp, v1,
+    AccessRight, CapabilityKey, CapabilityScope, CodesBuilder, CommitEntry, CommitFlags, FixedRecord,
+    FrameKind, Handle, HandleFlags, Hello, ObjectEntry, ObjectFlags, OpFlags, PackedBuilder,
+    PackedKeysBuilder, RecordShape, TransferOp, v1,
 };
 use moontide_rt::SplitMix64;
 use moontide_rt::time::Instant;
 use moontide_types::limits::UNIT_BYTES;
-use moontide_types::record::{Attributes, DigestContext, KeySection, RecordFlags, RecordLayout};
+use moontide_types::record::{Attributes, DigestContext, Header, KeySection, RecordFlags, RecordLayout};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, IdKey, Key, Medium, MonoTime, NodeId, ObjectId, SegmentId, SlotId,
     Tenant, TenantGeneration, Term,
@@ -25,7 +26,7 @@ use moontide_types::{
 use prost::Message;
 
 use crate::op::Target;
-use crate::owner::{CLAIM_WAIT_MAX, CapabilityPolicy, Owner, PeerIdentity};
+use crate::owner::{CLAIM_WAIT_MAX, Owner, PeerIdentity, is_granted};
 
 /// Configuration of a sample node.
 #[derive(Clone, Debug)]
@@ -42,8 +43,8 @@ pub struct SampleNodeConfig {
     pub begun: bool,
     /// Whether records have digests.
     pub digests: bool,
-    /// Key for capabilities; with it, every operation needs one.
-    pub key: Option<[u8; 32]>,
+    /// Key of the capabilities, which every operation needs.
+    pub key: [u8; 32],
 }
 
 impl Default for SampleNodeConfig {
@@ -55,7 +56,7 @@ impl Default for SampleNodeConfig {
             writable: 16,
             begun: true,
             digests: true,
-            key: None,
+            key: [3; 32],
         }
     }
 }
@@ -112,17 +113,38 @@ impl SampleNodeConfig {
 
     /// Returns the target of a record, with a capability to read or write it as its state allows.
     pub fn target(&self, record: u32) -> Target {
-        let right = if record < self.readable { AccessRight::Read } else { AccessRight::Write };
+        let right = if record < self.readable { AccessRight::Read } else { self.write_right(record) };
         self.target_for(record, right)
+    }
+
+    /// Returns the right to write a record.
+    pub fn write_right(&self, record: u32) -> AccessRight {
+        AccessRight::Write(RecordShape {
+            extent: self.extent(record),
+            object_len: self.record_bytes,
+            stripe_offset: 0,
+            stripe_len: self.record_bytes,
+            stripe_count: 1,
+            digestless: !self.digests,
+            id_key: 1,
+            tenant_generation: TenantGeneration(0),
+        })
     }
 
     /// As [`SampleNodeConfig::target`], with a capability for `right`.
     pub fn target_for(&self, record: u32, right: AccessRight) -> Target {
         let (id, epoch, term) = (self.id(record), self.epoch(record), SampleNodeConfig::term());
         let slot = SlotId(record);
-        let granted =
-            CapabilityScope { right, segment: SEGMENT, generation: GENERATION, slot, epoch, id, term };
-        let key = self.key.map(CapabilityKey::new);
+        let granted = CapabilityScope {
+            right,
+            stripe: 0,
+            segment: SEGMENT,
+            generation: GENERATION,
+            slot,
+            epoch,
+            id,
+            term,
+        };
         Target {
             segment: SEGMENT,
             generation: GENERATION,
@@ -132,7 +154,7 @@ impl SampleNodeConfig {
             id,
             stripe: 0,
             payload_offset: self.extent(record).span().offset(),
-            capability: key.map_or_else(Capability::default, |key| key.sign(&granted)),
+            capability: CapabilityKey::new(self.key).sign(&granted),
             flags: OpFlags::NONE,
         }
     }
@@ -156,7 +178,7 @@ impl SampleNodeConfig {
 
     /// Returns the body of a Begin for one record.
     pub fn begin_body(&self, record: u32) -> Vec<u8> {
-        let target = self.target_for(record, AccessRight::Write);
+        let target = self.target_for(record, self.write_right(record));
         let handle = Handle {
             node: self.node,
             segment: target.segment,
@@ -209,7 +231,7 @@ impl SampleNodeConfig {
 
     /// Returns the body of a Commit of one record.
     pub fn commit_body(&self, record: u32, root: u64) -> Vec<u8> {
-        let target = self.target_for(record, AccessRight::Write);
+        let target = self.target_for(record, self.write_right(record));
         let entry = CommitEntry {
             id: target.id,
             epoch: target.epoch,
@@ -232,7 +254,7 @@ impl SampleNodeConfig {
 pub struct SampleNode {
     config: SampleNodeConfig,
     heap: NodeHeap,
-    capabilities: CapabilityPolicy,
+    key: CapabilityKey,
     /// Reply to Attach; unset if one-sided access is not offered.
     attach_reply: OnceLock<Vec<u8>>,
 }
@@ -265,10 +287,8 @@ impl SampleNode {
         segment.adopt_term(SampleNodeConfig::term());
         heap.index_region().set_open(true);
         heap.heartbeat();
-        let capabilities = config
-            .key
-            .map_or(CapabilityPolicy::Disabled, |key| CapabilityPolicy::Required(CapabilityKey::new(key)));
-        let sample = SampleNode { config, heap, capabilities, attach_reply: OnceLock::new() };
+        let key = CapabilityKey::new(config.key);
+        let sample = SampleNode { config, heap, key, attach_reply: OnceLock::new() };
         for record in 0..sample.config.readable {
             sample.begin(record, PayloadWriter::Node)?;
             let (slot, epoch) = (SlotId(record), sample.config.epoch(record));
@@ -370,6 +390,13 @@ impl SampleNode {
         if let PayloadWriter::Client(_) = writer {
             return self.heap.commit(segment, slot, epoch, root, writer).map_err(|error| error.code());
         }
+        if self.attach_reply.get().is_some()
+            && let Some(mut claim) = self.heap.claim(segment, slot, epoch)
+        {
+            // Peers write one-sidedly: this node does not see which bytes arrive.
+            claim.set_written();
+            return claim.publish(root).map_err(|error| error.code());
+        }
         loop {
             match self.heap.publish(segment, slot, epoch, root) {
                 // A write of the same bytes from an abandoned connection still holds its claim.
@@ -398,12 +425,13 @@ impl Owner for SampleNode {
         &self.heap
     }
 
-    fn authorize_peer(&self, _: &Hello) -> Result<(), ErrorCode> {
+    fn authorize_peer(&self, _: &Hello, _: Option<&Identity>) -> Result<(), ErrorCode> {
         Ok(())
     }
 
-    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
-        self.capabilities.admits(op)
+    fn authorize_op(&self, op: &TransferOp, record: Option<&Header>) -> Result<(), ErrorCode> {
+        let granted = is_granted(op, record, |scope, capability| self.key.verify(scope, capability));
+        if granted { Ok(()) } else { Err(ErrorCode::PermissionDenied) }
     }
 
     fn call(

@@ -15,7 +15,13 @@
 //! | `pending` | a running batch; resending of frames |
 //! | `pipeline` | small puts in one round trip |
 //! | `server` | server side |
+//! | `admission` | which connections a server accepts |
+//! | `body_budget` | memory for the bodies of requests at a server |
 
+#[cfg(not(shuttle))]
+mod admission;
+#[cfg(not(shuttle))]
+mod body_budget;
 #[cfg(not(shuttle))]
 pub(crate) mod connection;
 #[cfg(not(shuttle))]
@@ -40,9 +46,11 @@ pub(crate) mod request;
 pub(crate) mod server;
 #[cfg(not(shuttle))]
 pub(crate) mod socket;
+#[cfg(not(shuttle))]
+mod tls;
 
 #[cfg(not(shuttle))]
-pub use connection_set::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, TcpConfig};
+pub use connection_set::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, NearNode, TcpConfig};
 #[cfg(not(shuttle))]
 pub use link::{TcpEngine, TcpLink};
 #[cfg(not(shuttle))]

@@ -72,6 +72,10 @@ const TESTS: &[(&str, fn())] = &[
     ("client_that_stops_sending_is_closed_and_its_claim_released", connection_limits::stalled_writer),
     ("connection_over_limit_is_refused_until_one_closes", connection_limits::limit),
     ("batch_over_inflight_limit_completes", connection_limits::more_than_in_flight),
+    ("silent_connections_make_room_for_others", connection_limits::silent),
+    ("one_host_gets_its_share_of_connections", connection_limits::per_peer),
+    ("connection_without_request_is_closed_and_link_opens_another", connection_limits::unused),
+    ("slow_large_body_is_ended_and_others_wait_or_are_busy", connection_limits::bodies),
 ];
 
 /// Takes half a minute; `cargo test -p moontide-transfer --test faults -- --ignored` runs it.

@@ -2,7 +2,9 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -10,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
 use moontide_heap::{KillOutcome, NodeHeap, SharedLookup, SharedReader};
-use moontide_proto::{AccessRight, FrameKind, Hello, TransferOp};
+use moontide_proto::{AccessRight, FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, TransferOp};
 use moontide_transfer::sample::{SampleNode, SampleNodeConfig};
 use moontide_transfer::shm::{ShmConfig, ShmEngine, ShmServer, ShmServerConfig, address};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
@@ -21,6 +23,7 @@ use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{
     Clock, Epoch, ErrorCode, Generation, MonoTime, NodeId, ObjectId, SegmentId, SlotId, SystemClock, Term,
 };
+use rustix::net::SocketAddrUnix;
 
 fn socket_path(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("moontide-shm-{name}-{}", std::process::id()))
@@ -211,12 +214,16 @@ impl Owner for ExitRecorder {
         self.sample.heap()
     }
 
-    fn authorize_peer(&self, hello: &Hello) -> Result<(), ErrorCode> {
-        self.sample.authorize_peer(hello)
+    fn authorize_peer(&self, hello: &Hello, peer: Option<&moontide_auth::Identity>) -> Result<(), ErrorCode> {
+        self.sample.authorize_peer(hello, peer)
     }
 
-    fn authorize_op(&self, op: &TransferOp) -> Result<(), ErrorCode> {
-        self.sample.authorize_op(op)
+    fn authorize_op(
+        &self,
+        op: &TransferOp,
+        record: Option<&moontide_types::record::Header>,
+    ) -> Result<(), ErrorCode> {
+        self.sample.authorize_op(op, record)
     }
 
     fn call(
@@ -288,5 +295,41 @@ fn owner_is_notified_of_open_writes_of_exited_client() {
     // The record is DEAD: the slot does not accept the same version again.
     let (segment, slot, epoch) = begun(1);
     assert_eq!(owner.heap().kill(segment, slot, epoch, MonoTime(0)), KillOutcome::AlreadyDead);
+    std::fs::remove_file(server.socket()).unwrap();
+}
+
+#[test]
+fn process_gets_its_share_of_streams_and_silent_processes_wait() {
+    let sample = Arc::new(SampleNode::new(abandoned_config()).unwrap());
+    let server = start_server(&sample, "share");
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
+    let silent: Vec<OwnedFd> = (0..100)
+        .map(|_| {
+            let socket = moontide_heap::socket::open().unwrap();
+            rustix::net::connect(&socket, &SocketAddrUnix::new(server.socket()).unwrap()).unwrap();
+            socket
+        })
+        .collect();
+    // Their handshakes end after two seconds; one thread each would be a hundred.
+    let give_up_at = soon();
+    // SAFETY: node and client are in this test, which keeps to the protocol.
+    let connected = unsafe { moontide_heap::connect(server.socket(), Duration::from_secs(30), u64::MAX) };
+    let (_heap, socket) = connected.unwrap();
+    assert!(threads() < before + 90, "{before} threads before, {} now", threads());
+    assert!(Instant::now() < give_up_at, "silent processes locked this one out");
+    drop(silent);
+    // The server allows 64 streams, and this process half of them.
+    let ping = FrameHeader::new(FrameKind::Ping, 1).encode();
+    let mut streams: Vec<UnixStream> = Vec::new();
+    let mut answered = 0;
+    for _ in 0..40 {
+        let mut stream = UnixStream::from(moontide_heap::open_stream(socket.as_fd()).unwrap());
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let pong = stream.write_all(&ping).and_then(|()| stream.read_exact(&mut [0; FRAME_HEADER_BYTES]));
+        answered += usize::from(pong.is_ok());
+        streams.push(stream);
+    }
+    assert_eq!(answered, 32);
     std::fs::remove_file(server.socket()).unwrap();
 }

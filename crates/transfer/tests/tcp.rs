@@ -1,15 +1,16 @@
 //! Gets, puts and calls over TCP within one process: every byte and every error code.
 
-mod common;
+pub mod common;
 
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
-use moontide_proto::{AccessRight, FrameKind, OpFlags};
+use moontide_proto::{AccessRight, CapabilityKey, FrameKind, OpFlags, OpKind};
 use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{
@@ -143,12 +144,10 @@ fn get_reads_ranges_and_digests() {
 
 #[test]
 fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
-    let key = Some([3; 32]);
     let node = TestNode::new(SampleNodeConfig {
         record_bytes: 8192,
         readable: 2,
         writable: 2,
-        key,
         ..Default::default()
     });
     let config = node.config();
@@ -159,9 +158,8 @@ fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
     let wrong_epoch = Epoch::new(Term::new(1).unwrap(), 999).unwrap();
     // A valid capability for each target, so that another check must reject it.
     let signed = |target: Target, right: AccessRight| {
-        let Target { segment, generation, slot, epoch, id, term, .. } = target;
-        let scope = moontide_proto::CapabilityScope { right, segment, generation, slot, epoch, id, term };
-        Target { capability: moontide_proto::CapabilityKey::new([3; 32]).sign(&scope), ..target }
+        let scope = target.to_wire(OpKind::Read, 0, 0).capability_scope(right);
+        Target { capability: CapabilityKey::new(config.key).sign(&scope), ..target }
     };
     let cases = [
         ("valid get", read, 0, 8192, false, Ok(())),
@@ -213,7 +211,14 @@ fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
             false,
             Err(ErrorCode::Gone),
         ),
-        ("stripe", Target { stripe: 1, ..read }, 0, 1, false, Err(ErrorCode::Gone)),
+        (
+            "stripe",
+            signed(Target { stripe: 1, ..read }, AccessRight::Read),
+            0,
+            1,
+            false,
+            Err(ErrorCode::Gone),
+        ),
         ("offset behind the end", read, 8192, 1, false, Err(ErrorCode::OutOfBounds)),
         ("range over the end", read, 8000, 193, false, Err(ErrorCode::OutOfBounds)),
         (
@@ -225,8 +230,8 @@ fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
             Err(ErrorCode::PermissionDenied),
         ),
         (
-            "capability for writing",
-            config.target_for(0, AccessRight::Write),
+            "capability for writing another shape",
+            config.target_for(0, config.write_right(1)),
             0,
             1,
             false,
@@ -237,7 +242,7 @@ fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
         ("valid put", write, 0, 8192, true, Ok(())),
         (
             "put to a READY record",
-            config.target_for(0, AccessRight::Write),
+            config.target_for(0, config.write_right(0)),
             0,
             1,
             true,
@@ -247,6 +252,14 @@ fn invalid_op_fails_alone_and_leaves_its_buffer_untouched() {
         (
             "put with a capability for reading",
             config.target_for(2, AccessRight::Read),
+            0,
+            1,
+            true,
+            Err(ErrorCode::PermissionDenied),
+        ),
+        (
+            "put with a capability for another shape",
+            config.target_for(2, config.write_right(3)),
             0,
             1,
             true,
@@ -444,10 +457,17 @@ fn connect_rejects_wrong_node_id() {
     let node = TestNode::new(SampleNodeConfig::default());
     let mut peer = node.peer();
     peer.node = moontide_types::NodeId(77);
-    let engine =
-        moontide_transfer::tcp::TcpEngine::new(TcpConfig::default(), moontide_transfer::Metrics::new());
+    let credentials = common::credentials(moontide_auth::Role::Operator);
+    let expected = match credentials {
+        None => "is node 0000000000000001, not node 000000000000004d",
+        Some(_) => {
+            "peer is spiffe://test/moontide/cluster/node/0000000000000001, expected node/000000000000004d"
+        }
+    };
+    let config = TcpConfig { credentials, ..TcpConfig::default() };
+    let engine = moontide_transfer::tcp::TcpEngine::new(config, moontide_transfer::Metrics::new());
     let error = moontide_transfer::Engine::connect(&engine, &peer, soon()).unwrap_err();
-    assert!(error.to_string().contains("is node 0000000000000001, not node 000000000000004d"), "{error}");
+    assert!(error.to_string().contains(expected), "{error}");
 }
 
 fn codes(reply: &[u8]) -> Vec<Option<ErrorCode>> {
@@ -507,12 +527,20 @@ impl moontide_transfer::Owner for SlowNode {
         self.0.heap()
     }
 
-    fn authorize_peer(&self, hello: &moontide_proto::Hello) -> Result<(), ErrorCode> {
-        self.0.authorize_peer(hello)
+    fn authorize_peer(
+        &self,
+        hello: &moontide_proto::Hello,
+        peer: Option<&moontide_auth::Identity>,
+    ) -> Result<(), ErrorCode> {
+        self.0.authorize_peer(hello, peer)
     }
 
-    fn authorize_op(&self, op: &moontide_proto::TransferOp) -> Result<(), ErrorCode> {
-        self.0.authorize_op(op)
+    fn authorize_op(
+        &self,
+        op: &moontide_proto::TransferOp,
+        record: Option<&moontide_types::record::Header>,
+    ) -> Result<(), ErrorCode> {
+        self.0.authorize_op(op, record)
     }
 
     fn call(
@@ -637,25 +665,28 @@ fn batches_to_several_peers_complete_and_bad_op_fails_alone() {
     }
 }
 
-/// Starts a peer that completes the handshake and never replies: a proxy that forwards only the handshake.
-fn start_silent_proxy(node: &TestNode) -> std::net::SocketAddr {
+/// Starts a proxy that forwards nothing more once `silent` is set.
+fn start_proxy(node: &TestNode, silent: &Arc<AtomicBool>) -> std::net::SocketAddr {
     use std::io::{Read, Write};
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    use std::net::{TcpListener, TcpStream};
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, upstream) = (listener.local_addr().unwrap(), node.server.addresses()[0]);
+    let silent = Arc::clone(silent);
     std::thread::spawn(move || {
-        let mut open = Vec::new();
-        while let Ok((mut client, _)) = listener.accept() {
-            let mut server = std::net::TcpStream::connect(upstream).unwrap();
-            for (from, to) in
-                [(client.try_clone(), server.try_clone()), (server.try_clone(), client.try_clone())]
-            {
-                let (mut from, mut to) = (from.unwrap(), to.unwrap());
-                let mut hello = [0; 4096];
-                let count = from.read(&mut hello).unwrap();
-                to.write_all(&hello[..count]).unwrap();
+        while let Ok((client, _)) = listener.accept() {
+            let server = TcpStream::connect(upstream).unwrap();
+            let copies = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            for (mut from, mut to) in [(client, server), (copies.1, copies.0)] {
+                let silent = Arc::clone(&silent);
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        if !silent.load(Ordering::SeqCst) && to.write_all(&bytes[..count]).is_err() {
+                            break;
+                        }
+                    }
+                });
             }
-            client.flush().and(server.flush()).unwrap();
-            open.push((client, server));
         }
     });
     address
@@ -663,10 +694,15 @@ fn start_silent_proxy(node: &TestNode) -> std::net::SocketAddr {
 
 /// Returns a link to a peer that responds to nothing but the handshake.
 fn silent_link(node: &TestNode) -> Arc<dyn Link> {
-    let addresses = vec![(EngineKind::Tcp, start_silent_proxy(node).to_string())];
+    let silent = Arc::new(AtomicBool::new(false));
+    let addresses = vec![(EngineKind::Tcp, start_proxy(node, &silent).to_string())];
     let peer = Peer { node: node.config().node, addresses };
-    let slow = TcpConfig { connections: 1, stall: Duration::from_secs(60), ..TcpConfig::default() };
-    TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap()
+    let credentials = common::credentials(moontide_auth::Role::Operator);
+    let stall = Duration::from_secs(60);
+    let slow = TcpConfig { connections: 1, stall, credentials, ..TcpConfig::default() };
+    let link = TcpEngine::new(slow, Arc::clone(&node.metrics)).connect(&peer, soon()).unwrap();
+    silent.store(true, Ordering::SeqCst);
+    link
 }
 
 #[test]
@@ -674,9 +710,10 @@ fn late_batch_is_aborted_if_it_has_an_alternative() {
     let config = SampleNodeConfig { record_bytes: PAGE + 9, readable: 2, writable: 0, ..Default::default() };
     let node = TestNode::new(config);
     let config = node.config();
-    let (good, silent) = (node.link(1), silent_link(&node));
+    let good = node.link(1);
     let (grace, timeout) = (Duration::from_millis(100), Duration::from_secs(2));
     for has_alternative in [true, false] {
+        let silent = silent_link(&node);
         let mut buffers = [0xee, 0].map(|byte| vec![byte; config.record_bytes as usize]);
         let [late, fast] = &mut buffers;
         let mut batches = [

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{TestNode, get, soon};
-use moontide_proto::{AccessRight, FrameKind};
+use moontide_proto::convert::{SlotOutcomes, Wire};
+use moontide_proto::{AccessRight, FrameKind, v1};
 use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::ucx::{OldVersions, Ucx, UcxEngine, UcxServer, WorkerConfig};
@@ -21,6 +22,7 @@ use moontide_transfer::{
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::{ErrorCode, Generation};
 use not_run::not_run;
+use prost::Message;
 
 fn worker(tls: &str, allow_tcp: bool) -> WorkerConfig {
     WorkerConfig {
@@ -88,7 +90,10 @@ fn one_sided_put_and_get_round_trip_with_digests() {
             assert_eq!(ops[0].outcome(), Some(Ok(())));
             let root = context.root_of(digests);
             assert_eq!(root, context.payload(&bytes, |_| ()));
-            call(&*link, FrameKind::Commit, config.commit_body(2, root), soon()).unwrap();
+            let reply = call(&*link, FrameKind::Commit, config.commit_body(2, root), soon()).unwrap();
+            let message = v1::SlotOutcomes::decode(&reply[..]).unwrap();
+            let outcomes = SlotOutcomes::from_wire(&message).unwrap();
+            assert_eq!(outcomes.codes.iter().collect::<Vec<_>>(), [None]);
             let mut into = vec![0; bytes.len()];
             let mut back = vec![0; record_bytes.div_ceil(PAGE_BYTES) as usize];
             let op = Op::get(config.target_for(2, AccessRight::Read), 0, &mut into);

@@ -28,24 +28,24 @@ use crate::limits::TENANT_BYTES_MAX;
 
 /// Longest input in bytes that BLAKE3 hashes block after block; a longer input becomes a tree.
 const CHUNK_BYTES: usize = 1024;
-const BLOCK_BYTES: usize = 64;
+pub(crate) const BLOCK_BYTES: usize = 64;
 
 /// Lanes of a full group: one AVX-512 register of `u32`; two AVX2 registers cost no more than one each.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 /// Lanes of a group for the remaining keys: one AVX2 register.
-const LANES_SMALL: usize = 8;
+pub(crate) const LANES_SMALL: usize = 8;
 /// Up to this number, remaining keys are hashed one by one: a partly filled group costs as much as a full one.
-const SINGLE_MAX: usize = 2;
+pub(crate) const SINGLE_MAX: usize = 2;
 /// Number of keys that are sorted together to group keys of similar length: two groups.
 const GROUPING_WINDOW: usize = 2 * LANES;
 
 // BLAKE3's constants, from section 2 of its specification.
 const IV: [u32; 4] = [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a];
 const PERMUTATION: [usize; 16] = [2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8];
-const CHUNK_START: u32 = 1 << 0;
-const CHUNK_END: u32 = 1 << 1;
-const ROOT: u32 = 1 << 3;
-const KEYED_HASH: u32 = 1 << 4;
+pub(crate) const CHUNK_START: u32 = 1 << 0;
+pub(crate) const CHUNK_END: u32 = 1 << 1;
+pub(crate) const ROOT: u32 = 1 << 3;
+pub(crate) const KEYED_HASH: u32 = 1 << 4;
 
 /// Message word per round and position: the permutation, applied once more for every round.
 const SCHEDULE: [[usize; 16]; 7] = {
@@ -200,14 +200,14 @@ impl HashPrefix {
 }
 
 /// Sixteen message words of each of `L` lanes.
-type Message<const L: usize> = [[u32; L]; 16];
+pub(crate) type Message<const L: usize> = [[u32; L]; 16];
 
 /// Per-lane inputs of a compression besides the block.
-struct Lanes<const L: usize> {
-    block_len: [u32; L],
-    flags: [u32; L],
+pub(crate) struct Lanes<const L: usize> {
+    pub(crate) block_len: [u32; L],
+    pub(crate) flags: [u32; L],
     /// All ones while the lane has input left, then zero.
-    live: [u32; L],
+    pub(crate) live: [u32; L],
 }
 
 /// Hashes up to `L` inputs and writes their ids to `out`.
@@ -250,7 +250,7 @@ fn group<const L: usize>(secret: &[u32; 8], prefix: &HashPrefix, inputs: &[Input
 /// Compresses one block of every lane: `chaining` becomes the next chaining value, or the hash after the last
 /// block.
 #[multiversion(targets("x86_64+avx2+avx512f+avx512vl", "x86_64+avx2"))]
-fn compress<const L: usize>(chaining: &mut [[u32; L]; 8], message: &Message<L>, lanes: &Lanes<L>) {
+pub(crate) fn compress<const L: usize>(chaining: &mut [[u32; L]; 8], message: &Message<L>, lanes: &Lanes<L>) {
     for lane in 0..L {
         let m: [u32; 16] = std::array::from_fn(|word| message[word][lane]);
         let c: [u32; 8] = std::array::from_fn(|word| chaining[word][lane]);
@@ -299,7 +299,7 @@ fn mix(v: &mut [u32; 16], [a, b, c, d]: [usize; 4], x: u32, y: u32) {
 }
 
 /// Converts `4 × N` bytes to little-endian words.
-fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
+pub(crate) fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
     let mut words = [0; N];
     for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
         *word = u32::from_le_bytes(bytes.try_into().expect("chunks of 4"));

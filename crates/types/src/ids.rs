@@ -55,9 +55,36 @@ impl FromStr for NodeId {
 #[error("{0:?} is not a node id; use 16 hexadecimal digits")]
 pub struct InvalidNodeId(String);
 
-id! {
-    /// Id of one registration of a node with a master; a node that registers again gets a new one.
-    SessionId(u64)
+/// Id of one registration of a node with a master; a node that registers again gets a new one.
+///
+/// A process that knows the id can speak for the node. So it cannot be guessed, and texts contain a short hash of it only.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
+pub struct SessionId(pub u64);
+
+impl SessionId {
+    /// Returns the id of the session with this number at the master with this id. Ids of different masters and numbers are
+    /// equal only by chance, and no process can compute one without the secret.
+    pub fn keyed(secret: &[u8; 32], master: Term, number: u64) -> SessionId {
+        let mut input = [0; 12];
+        input[..4].copy_from_slice(&master.get().to_le_bytes());
+        input[4..].copy_from_slice(&number.to_le_bytes());
+        let hash = blake3::keyed_hash(secret, &input);
+        SessionId(u64::from_le_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes")))
+    }
+}
+
+/// A short hash for logs: it tells the sessions of a node apart. 48 bits of the id remain unknown.
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04x}", self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48)
+    }
+}
+
+impl fmt::Debug for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SessionId(~{self})")
+    }
 }
 id! {
     /// Id of a client process at its node: the number of its ledger.

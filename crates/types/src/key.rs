@@ -150,7 +150,7 @@ impl fmt::Debug for ObjectId {
 }
 
 /// The cluster's secret for object ids. Created once, stored durably; records carry its number.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct IdKey {
     number: u32,
     secret: [u8; 32],

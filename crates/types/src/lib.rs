@@ -90,7 +90,9 @@ mod id_batch;
 mod ids;
 mod key;
 pub mod limits;
+mod mac_batch;
 mod medium;
+mod placement;
 pub mod record;
 mod span;
 pub mod tensor;
@@ -102,5 +104,7 @@ pub use ids::{
     SessionId, SlotId, Term,
 };
 pub use key::{IdKey, Key, KeyError, ObjectId, Tenant, TenantGeneration};
+pub use mac_batch::{MAC_BYTES, MAC_INPUT_BYTES_MAX, MacInput, mac, macs};
 pub use medium::Medium;
+pub use placement::{Domain, InvalidPlace, Labels, Place, Spread};
 pub use span::{Extent, Span};

@@ -42,6 +42,9 @@ pub const GROUPS_MAX: u16 = 4096;
 /// is fast enough for most clusters, and the others are there to replace it.
 pub const GROUPS_DEFAULT: u16 = 4;
 
+/// Maximum number of places that a put prefers: one for each replica of an object with the most replicas.
+pub const PREFERRED_PLACES_MAX: usize = REPLICAS_MAX;
+
 /// Size of a unit of memory in bytes: extents are counted in units, so that a `u32` addresses 2 TiB.
 pub const UNIT_BYTES: u64 = 512;
 

@@ -26,7 +26,7 @@ fn digest_seed_in_formats_doc_covers_48_bytes() {
 
 #[test]
 fn limits_match_formats_doc() {
-    let limits: [(&str, u64); 18] = [
+    let limits: [(&str, u64); 19] = [
         ("KEY_BYTES_MAX", KEY_BYTES_MAX as u64),
         ("TENANT_BYTES_MAX", TENANT_BYTES_MAX as u64),
         ("COHORT_BYTES_MAX", COHORT_BYTES_MAX as u64),
@@ -36,6 +36,7 @@ fn limits_match_formats_doc() {
         ("BATCH_KEYS_MAX", BATCH_KEYS_MAX as u64),
         ("REQUEST_BYTES_MAX", REQUEST_BYTES_MAX as u64),
         ("REPLICAS_MAX", REPLICAS_MAX as u64),
+        ("PREFERRED_PLACES_MAX", PREFERRED_PLACES_MAX as u64),
         ("STRIPES_MAX", STRIPES_MAX as u64),
         ("GROUPS_MAX", GROUPS_MAX.into()),
         ("UNIT_BYTES", UNIT_BYTES),

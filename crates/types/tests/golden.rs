@@ -78,6 +78,8 @@ fn all_golden_vectors_match() {
         parent: ParentHash::new(&std::array::from_fn::<u8, 32, _>(|i| i as u8)),
         user_data: Some((*b"note").into()),
         extra_replicas: 0,
+        spread: None,
+        disk_replicas: 0,
     };
     let (mut key_bytes, mut attribute_bytes) = (vec![], vec![]);
     section.encode(&mut key_bytes);

@@ -368,6 +368,7 @@ impl Client {
                         | ErrorCode::StaleGeneration
                         | ErrorCode::StaleSession
                         | ErrorCode::Overlap
+                        | ErrorCode::PermissionDenied
                         | ErrorCode::ConnectionLost
                 );
                 let asked =

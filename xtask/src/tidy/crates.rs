@@ -32,22 +32,23 @@ const CRATES: &[CrateRule] = &[
     // Tests load it at run time; no crate links it.
     crate_rule("fakedriver", 0, &[]),
     crate_rule("types", 1, &["rt"]),
-    crate_rule("tasks", 1, &["rt"]),
+    crate_rule("auth", 2, &["types", "rt"]),
     crate_rule("proto", 2, &["types", "rt"]),
     crate_rule("heap", 2, &["types", "rt"]),
     crate_rule("settings", 2, &["types"]),
-    crate_rule("transfer", 3, &["types", "rt", "proto", "heap"]),
+    crate_rule("tasks", 3, &["rt", "auth"]),
+    crate_rule("transfer", 3, &["types", "rt", "auth", "proto", "heap"]),
     crate_rule("disk", 3, &["types", "rt", "heap"]),
     crate_rule("meta", 3, &["types", "rt", "heap"]),
     crate_rule("blocks", 3, &["types", "rt", "heap"]),
     crate_rule("symmetric", 3, &["types", "rt", "heap"]),
     crate_rule("ep", 4, &["rt", "symmetric"]),
-    crate_rule("master", 4, &["types", "rt", "tasks", "proto", "heap", "settings", "meta"]),
-    crate_rule("node", 4, &["types", "rt", "tasks", "proto", "heap", "settings", "transfer", "disk"]),
+    crate_rule("master", 4, &["types", "rt", "auth", "tasks", "proto", "heap", "settings", "meta"]),
+    crate_rule("node", 4, &["types", "rt", "auth", "tasks", "proto", "heap", "settings", "transfer", "disk"]),
     crate_rule(
         "client",
         5,
-        &["types", "rt", "tasks", "proto", "heap", "settings", "symmetric", "transfer", "blocks"],
+        &["types", "rt", "auth", "tasks", "proto", "heap", "settings", "symmetric", "transfer", "blocks"],
     ),
     CrateRule { name: "bench", layer: 6, may_use: MayUse::Below },
     // No `proto`, `meta`, `blocks` or `ep`: commands use public interfaces, only benchmarks reach below them.
@@ -57,6 +58,7 @@ const CRATES: &[CrateRule] = &[
         &[
             "types",
             "rt",
+            "auth",
             "heap",
             "settings",
             "symmetric",
@@ -173,11 +175,11 @@ fn parse_package(package: &Value) -> Result<Package, MetadataError> {
     })
 }
 
-fn list<'a>(value: &'a Value, field: &'static str) -> Result<&'a [Value], MetadataError> {
+pub(super) fn list<'a>(value: &'a Value, field: &'static str) -> Result<&'a [Value], MetadataError> {
     value[field].as_array().map(Vec::as_slice).ok_or(MetadataError::Missing(field))
 }
 
-fn text(value: &Value, field: &'static str) -> Result<String, MetadataError> {
+pub(super) fn text(value: &Value, field: &'static str) -> Result<String, MetadataError> {
     value[field].as_str().map(str::to_owned).ok_or(MetadataError::Missing(field))
 }
 

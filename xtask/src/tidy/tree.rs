@@ -8,7 +8,7 @@ use std::io;
 use std::path::Path;
 
 /// Files whose text is kept; of all others only the name matters.
-const TEXT_EXTENSIONS: &[&str] = &["c", "h", "md", "proto", "py", "pyi", "rs", "sh", "toml"];
+const TEXT_EXTENSIONS: &[&str] = &["c", "h", "md", "proto", "py", "pyi", "rs", "sh", "toml", "yml"];
 /// Directories with these names hold no sources, wherever they are.
 const SKIPPED_NAMES: &[&str] = &[".git", ".venv", "__pycache__", "node_modules", "target"];
 /// Directories at these places hold what fuzzing writes.

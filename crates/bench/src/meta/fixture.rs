@@ -135,6 +135,8 @@ impl MetaFixture {
                     object_len: OBJECT_BYTES,
                     attributes_len: 0,
                     pin: PinClass::None,
+                    spread: None,
+                    disk_replicas: 0,
                     expires: None,
                     cohort: None,
                     parent: None,

@@ -63,7 +63,7 @@ pub(super) fn ingest(args: &Args) -> Result<(), BenchError> {
     let opened = service.open_session(&reports::open_session());
     reports::accepted(&opened.context)?;
     let session = opened.session;
-    reports::accepted(&service.mount_segments(&reports::mount(session, args.groups, args.objects)).context)?;
+    reports::accepted(&service.mount_segments(&reports::mount(&opened, args.groups, args.objects)).context)?;
     let stream = service.attach(SessionId(session)).ok_or(BenchError::Wrong("no session".into()))?;
     let mut reports = Reports::new(session, service.term().get(), groups, id_key(), args.objects);
     let mut progress = Progress::new(format!("applying reports of {} objects", args.objects), args.objects);

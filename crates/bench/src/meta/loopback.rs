@@ -136,7 +136,7 @@ async fn fill(args: &Args, master: &Master) -> Result<tokio::task::JoinHandle<()
     let secret: [u8; 32] = opened.id_key_secret.as_ref().try_into().map_err(|_| wrong("no id key"))?;
     let id_key = IdKey::new(opened.id_key, secret);
     let groups = NonZeroU16::new(opened.groups as u16).ok_or_else(|| wrong("no groups"))?;
-    let mount = reports::mount(opened.session, groups.get(), args.objects);
+    let mount = reports::mount(&opened, groups.get(), args.objects);
     let mounted = client.mount_segments(mount).await.map_err(wrong)?.into_inner();
     reports::accepted(&mounted.context)?;
 

@@ -42,7 +42,7 @@ pub(super) fn open_session() -> v1::OpenSessionRequest {
 }
 
 /// Request that mounts one segment per group, with slots for all objects and 10 % more.
-pub(super) fn mount(session: u64, groups: u16, objects: u64) -> v1::MountSegmentsRequest {
+pub(super) fn mount(opened: &v1::OpenSessionResponse, groups: u16, objects: u64) -> v1::MountSegmentsRequest {
     let share = (objects / u64::from(groups)).max(1) as u32;
     let slots = share + share / 10 + 4096;
     let segment = |group: u16| v1::SegmentSpec {
@@ -57,9 +57,10 @@ pub(super) fn mount(session: u64, groups: u16, objects: u64) -> v1::MountSegment
         ..Default::default()
     };
     v1::MountSegmentsRequest {
-        context: Some(context(session)),
+        context: Some(context(opened.session)),
         segments: (0..groups).map(segment).collect(),
         synced: vec![],
+        capability_rotation: opened.capability_key.as_ref().map_or(0, |key| key.rotation),
     }
 }
 

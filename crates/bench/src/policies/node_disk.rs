@@ -111,5 +111,7 @@ pub(super) fn written_record<'a>(
         cohort: None,
         parent: None,
         extra_replicas: 0,
+        spread: None,
+        disk_replicas: 0,
     }
 }

@@ -213,6 +213,8 @@ impl Shipped {
             object_len: OBJECT_BYTES,
             attributes_len: 0,
             pin: PinClass::None,
+            spread: None,
+            disk_replicas: 0,
             expires: None,
             cohort: None,
             parent: None,

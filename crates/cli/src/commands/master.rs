@@ -60,6 +60,6 @@ pub(super) fn announce(server: &Server) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "grpc {}", addresses.grpc)?;
     writeln!(out, "frame {}", addresses.frame)?;
-    writeln!(out, "admin http://{}", addresses.admin)?;
+    writeln!(out, "admin {}", server.admin_url())?;
     out.flush()
 }

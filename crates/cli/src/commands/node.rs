@@ -19,7 +19,8 @@ Examples:
       master on this host; reachable on this host only
   moontide node --master master-0:7400 --memory-bytes 64GiB --listen 10.0.0.7:7500
       master on another host
-  moontide node --listen 0.0.0.0:7500 --advertise 10.0.0.7:7500
+  moontide node --listen 0.0.0.0:7500 --advertise 10.0.0.7:7500 \\
+                --ca ca.pem --cert node.pem --key node-key.pem
       listen on all interfaces, advertise one of them
   moontide node --config /etc/moontide/node.toml --rack r12
       settings from a file, one overridden by a flag
@@ -60,6 +61,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     log_to_stderr(LOG_SERVER);
     abort_on_panic();
     warn_of_unknown_variables(&loaded);
+    raise_limit_of_files();
     let mut signals = Signals::catch().map_err(CommandError::failed)?;
     let disk = loaded.config.disk.as_ref().map_or_else(Vec::new, |disk| disk.dir.clone());
     let node = Node::start(loaded.config).map_err(start_failure)?;
@@ -73,6 +75,15 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     });
     node.shutdown();
     Ok(())
+}
+
+/// Allows as many open files as the system lets this process have: the usual limit of 1,024, for programs that cannot handle
+/// more, is too low for the connections of a large cluster.
+fn raise_limit_of_files() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // If it fails, the node accepts fewer connections, and says so.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 pub(super) fn start_failure(error: StartError) -> CommandError {
@@ -93,8 +104,8 @@ pub(super) fn announce(node: &Node, disk: &[PathBuf], admin: &str) -> std::io::R
         writeln!(out, "shm {}", socket.display())?;
     }
     disk.iter().try_for_each(|dir| writeln!(out, "disk {}", dir.display()))?;
-    if let Some(address) = addresses.admin {
-        writeln!(out, "{admin} http://{address}")?;
+    if let Some(url) = node.admin_url() {
+        writeln!(out, "{admin} {url}")?;
     }
     writeln!(out, "ready")?;
     out.flush()

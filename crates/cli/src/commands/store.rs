@@ -1,10 +1,11 @@
-//! `put`, `get`, `rm`, `ls` and `stat`: commands on single objects.
+//! `put`, `get`, `rm`, `ls`, `stat`, `pin`, `touch` and `prefetch`: commands on objects.
 //!
 //! This file has their common arguments, key parsing and the mapping of errors to exit codes. All calls go through
 //! [`moontide_client`].
 
 pub(crate) mod get;
 pub(crate) mod ls;
+pub(crate) mod mark;
 pub(crate) mod put;
 pub(crate) mod rm;
 pub(crate) mod stat;

@@ -275,7 +275,7 @@ impl World {
             let host = master_host(at);
             let ip = host.ip();
             let all = moontide(&format!(
-                "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --groups {GROUPS} \
+                "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --insecure-no-tls true --groups {GROUPS} \
                  --session-ttl-ms {SESSION_TTL_MS} --reservation-ms {RESERVATION_MS} --reallocation-delay-ms 0 {}",
                 registry_words(shape, folder, at)
             ));
@@ -287,7 +287,7 @@ impl World {
             let socket = folder.join(format!("{name}.sock"));
             let mut rest = format!(
                 "node --master {} --node-id {:016x} --memory-bytes {NODE_MIB}MiB --bytes-per-slot 1KiB --listen {ip}:7500 \
-                 --admin-listen {ip}:7600 --host {name} --shm {} --shm-socket {}",
+                 --admin-listen {ip}:7600 --insecure-no-tls true --host {name} --shm {} --shm-socket {}",
                 masters_address(shape),
                 0xc0de + u64::from(at),
                 is_open(at),

@@ -94,6 +94,11 @@ pub(crate) struct Running {
 impl Running {
     /// Starts a server and reads its output up to `ready`.
     pub(crate) fn start(arguments: &[&str]) -> (Running, Vec<String>) {
+        Running::start_until(arguments, "ready")
+    }
+
+    /// Starts a server and reads its output up to a line with this beginning.
+    pub(crate) fn start_until(arguments: &[&str], last: &str) -> (Running, Vec<String>) {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let sockets = Folder::new(&format!("sockets-{}", STARTED.fetch_add(1, Ordering::Relaxed)));
         let mut command = moontide(arguments);
@@ -109,18 +114,22 @@ impl Running {
         });
         let started = Instant::now();
         let mut lines = vec![];
-        while lines.last().is_none_or(|line| line != "ready") {
+        while lines.last().is_none_or(|line: &String| !line.starts_with(last)) {
             let left = TIMEOUT.saturating_sub(started.elapsed());
             let line = receive.recv_timeout(left);
-            lines.push(line.unwrap_or_else(|_| panic!("{arguments:?} did not print ready: {lines:?}")));
+            lines.push(line.unwrap_or_else(|_| panic!("{arguments:?} did not print {last}: {lines:?}")));
         }
         (running, lines)
     }
 
     /// Sends a signal, as a supervisor does, and returns the exit code.
     pub(crate) fn stop(mut self, signal: Signal) -> i32 {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        self.signal(signal);
         self.wait()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     fn wait(&mut self) -> i32 {

@@ -188,7 +188,7 @@ impl SilenceCluster {
         let master_words = |at: usize| {
             let ip = master_host(at).ip();
             words(&format!(
-                "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --groups {GROUPS} \
+                "master --grpc-listen {ip}:7400 --frame-listen {ip}:7401 --admin-listen {ip}:7402 --insecure-no-tls true --groups {GROUPS} \
                  --session-ttl-ms {SESSION_TTL_MS} --reallocation-delay-ms 0 \
                  --registry etcd://{}:2379/silence --registry-lease-ms {LEASE_MS}",
                 registry.ip()
@@ -202,7 +202,7 @@ impl SilenceCluster {
         let start_node = |at: usize| {
             let (host, ip) = (node_host(at), node_host(at).ip());
             let all = words(&format!(
-                "node --master {} --memory-bytes 128MiB --listen {ip}:7500 --admin-listen {ip}:7600 --shm false \
+                "node --master {} --memory-bytes 128MiB --listen {ip}:7500 --admin-listen {ip}:7600 --insecure-no-tls true --shm false \
                  --host {}",
                 masters_address(),
                 host.name
@@ -530,7 +530,7 @@ impl Matrix {
                     }
                     Op::Put => {
                         let options =
-                            PutOptions { preferred_node: Some(healthy_node), ..PutOptions::default() };
+                            PutOptions { prefer: vec![healthy_node.into()], ..PutOptions::default() };
                         object.put(&store, &options).map(drop).map_err(|error| error.to_string())
                     }
                     _ => store.remove(object.key(), true).map(drop).map_err(|error| error.to_string()),

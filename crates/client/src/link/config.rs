@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_auth::Credentials;
 use moontide_proto::Token;
 use moontide_proto::convert::{CallerId, ConvertError, RequestContext};
 use moontide_proto::limits::TIMEOUT_MS_MAX;
@@ -34,6 +35,8 @@ pub struct LinkConfig {
     pub caller: CallerId,
     /// Token that authenticates the caller.
     pub token: Token,
+    /// Certificate of this process; `None`: the connection is not encrypted.
+    pub credentials: Option<Arc<Credentials>>,
     /// Timeout of calls without their own context: 1 to [`TIMEOUT_MS_MAX`].
     pub timeout_ms: u32,
     /// Timeout of connecting: 1 to [`TIMEOUT_MS_MAX`]. A call that must connect waits no longer than its own deadline.
@@ -49,6 +52,7 @@ impl LinkConfig {
             address: address.into(),
             caller,
             token: Token::NONE,
+            credentials: None,
             timeout_ms: TIMEOUT_MS_DEFAULT,
             connect_timeout_ms: CONNECT_MS_DEFAULT,
             inflight_max: INFLIGHT_DEFAULT,

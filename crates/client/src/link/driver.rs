@@ -15,8 +15,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 
+use moontide_auth::ExpectedServer;
 use moontide_rt::sync::Mutex;
 use moontide_rt::time::Instant;
+use moontide_tasks::{MaybeTls, TlsClient};
 use moontide_types::limits::BATCH_KEYS_MAX;
 use moontide_types::{Key, Tenant};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -29,7 +31,7 @@ use super::call::Outcome;
 use super::config::{Deadline, LinkConfig, MasterHint};
 use super::error::LinkError;
 use super::frames::{self, FrameReader, RequestFrame};
-use super::handshake;
+use super::handshake::{self, ALPN};
 use super::reconnect::Reconnect;
 use super::tracker::{BatchedCall, RequestTracker};
 
@@ -183,7 +185,7 @@ fn send_reply(reply: Reply, outcome: Result<Outcome, LinkError>) {
 #[derive(Debug)]
 struct Session {
     shared: Arc<Shared>,
-    stream: TcpStream,
+    stream: MaybeTls<TcpStream>,
     frames: FrameReader,
     tracker: RequestTracker<Reply>,
     /// Bytes to write, starting at `written`.
@@ -204,13 +206,16 @@ impl Session {
 
     async fn open_untimed(shared: &Arc<Shared>) -> Result<Session, LinkError> {
         let unreachable = |error| LinkError::unreachable(&shared.address, error);
-        let mut stream = TcpStream::connect(&*shared.address).await.map_err(unreachable)?;
+        let stream = TcpStream::connect(&*shared.address).await.map_err(unreachable)?;
         handshake::prepare(&stream).map_err(unreachable)?;
+        let tls = TlsClient::new(shared.config.credentials.clone(), ExpectedServer::Master, ALPN);
+        let mut stream = tls.connect(stream).await.map_err(unreachable)?;
         let (hello, mut written) = (handshake::hello_frame(&shared.config), 0);
         while written < hello.len() {
             let write = poll_fn(|cx| Pin::new(&mut stream).poll_write(cx, &hello[written..]));
             written += write.await.map_err(unreachable)?;
         }
+        poll_fn(|cx| Pin::new(&mut stream).poll_flush(cx)).await.map_err(unreachable)?;
         let mut frames = FrameReader::new();
         let frame = loop {
             if let Some(frame) = frames.next().map_err(|error| LinkError::protocol(&shared.address, error))? {
@@ -338,7 +343,8 @@ impl Session {
         self.out.clear();
         self.out.shrink_to(OUT_BYTES_MAX);
         self.written = 0;
-        Poll::Ready(Ok(()))
+        // With TLS, bytes may be left in the stream.
+        Pin::new(&mut self.stream).poll_flush(cx)
     }
 
     /// Makes the timer fire at `deadline` at the latest.
@@ -378,7 +384,11 @@ impl Session {
 }
 
 /// Reads available bytes. The end of the stream is an error.
-fn poll_read(cx: &mut Context<'_>, stream: &mut TcpStream, frames: &mut FrameReader) -> Poll<io::Result<()>> {
+fn poll_read(
+    cx: &mut Context<'_>,
+    stream: &mut MaybeTls<TcpStream>,
+    frames: &mut FrameReader,
+) -> Poll<io::Result<()>> {
     let mut space = ReadBuf::new(frames.space());
     ready!(Pin::new(stream).poll_read(cx, &mut space))?;
     let count = space.filled().len();

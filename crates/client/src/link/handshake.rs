@@ -12,6 +12,9 @@ use super::config::LinkConfig;
 use super::error::{LinkError, ProtocolError, Rejection};
 use super::frames::Frame;
 
+/// Name of the protocol over TLS: a server that speaks another one refuses the handshake.
+pub(super) const ALPN: &[u8] = b"moontide-frames";
+
 /// Request number of Hello; requests have larger ones.
 const HELLO_REQUEST: u64 = 0;
 

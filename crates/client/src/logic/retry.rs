@@ -60,7 +60,9 @@ pub fn classify(code: ErrorCode) -> RetryDecision {
     match code {
         _ if moontide_rt::mutation_enabled("stale-place-kept") => RetryDecision::OtherReplica,
         NotFound | Gone | StaleEpoch | StaleGeneration | StaleTerm | LeaseExpired => RetryDecision::Relookup,
-        InvalidArgument | TooLarge | Unauthenticated | PermissionDenied => RetryDecision::Final,
+        // The capability of the location is too old for the node: the master has a new one.
+        PermissionDenied => RetryDecision::Relookup,
+        InvalidArgument | TooLarge | Unauthenticated => RetryDecision::Final,
         _ => RetryDecision::OtherReplica,
     }
 }
@@ -92,7 +94,8 @@ mod tests {
     fn classify_sends_corrupt_to_other_replica_and_gone_to_relookup() {
         assert_eq!(classify(ErrorCode::Corrupt), RetryDecision::OtherReplica);
         assert_eq!(classify(ErrorCode::Gone), RetryDecision::Relookup);
-        assert_eq!(classify(ErrorCode::PermissionDenied), RetryDecision::Final);
+        assert_eq!(classify(ErrorCode::PermissionDenied), RetryDecision::Relookup);
+        assert_eq!(classify(ErrorCode::Unauthenticated), RetryDecision::Final);
         assert_eq!(classify(ErrorCode::Busy), RetryDecision::OtherReplica);
     }
 }

@@ -158,3 +158,19 @@ fn path_outside_root_panics() {
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(attempt)).is_err(), "{path}");
     }
 }
+
+#[test]
+fn files_and_directories_are_private() {
+    use std::os::unix::fs::PermissionsExt;
+    for direct in [true, false] {
+        let temp = TempStorage::new("private", direct);
+        temp.storage.create_dir(Path::new("d")).unwrap();
+        temp.storage.open(Path::new("d/f"), OpenMode::Create).unwrap();
+        for (path, expected) in
+            [("", 0o700), ("storage", 0o700), ("storage/d", 0o700), ("storage/d/f", 0o600)]
+        {
+            let mode = fs::metadata(temp.root.join(path)).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, expected, "{path:?}");
+        }
+    }
+}

@@ -45,6 +45,17 @@ pub enum ShmError {
         /// User id of the peer.
         uid: u32,
     },
+    /// The process behind the node's socket belongs to another user, who is not trusted with the objects.
+    #[error(
+        "process {pid} behind the node's socket belongs to user {uid}, who is neither this process's user nor root; \
+         run node and client as one user"
+    )]
+    NodeUser {
+        /// Process id of the listener.
+        pid: u32,
+        /// User id of the listener.
+        uid: u32,
+    },
     /// The pidfd is not that of the peer.
     #[error("process {pid} sent a descriptor that is not its own pidfd")]
     Pidfd {

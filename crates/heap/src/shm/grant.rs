@@ -187,6 +187,9 @@ pub enum CommitError {
     /// The writer still holds its claim, so it could change bytes that readers rely on.
     #[error("record is still claimed for writing; drop the claim before the commit")]
     Claimed,
+    /// Not all bytes of the payload were written: the others belong to an earlier record.
+    #[error("not all bytes of the payload were written; write all of them before the commit")]
+    Incomplete,
     /// The stored page digests do not lead to the root.
     #[error("page digests lead to root {found:#018x}, the writer's root is {named:#018x}")]
     Root {
@@ -205,6 +208,7 @@ impl CommitError {
             CommitError::Word { .. } => ErrorCode::StaleEpoch,
             CommitError::Writer => ErrorCode::PermissionDenied,
             CommitError::Claimed => ErrorCode::Busy,
+            CommitError::Incomplete => ErrorCode::InvalidArgument,
             CommitError::Root { .. } => ErrorCode::Corrupt,
         }
     }

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moontide_types::ErrorCode;
+use rustix::fs::Mode;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::PidfdFlags;
@@ -66,7 +67,7 @@ pub struct ShmClient {
 impl ShmListener {
     /// Binds a listener at `path`. Processes of this process's user may connect, and those of `more_uids`. Clients
     /// stop using the index `stale_after` after the last heartbeat. Replaces the socket of a node that has exited.
-    /// The file of the new socket remains when the listener is dropped.
+    /// The file of the new socket has mode 0600, whatever the umask, and remains when the listener is dropped.
     ///
     /// # Safety
     /// A process that connects maps the payload writable, and Rust's guarantees about the bytes under a
@@ -78,13 +79,13 @@ impl ShmListener {
         stale_after: Duration,
     ) -> Result<ShmListener, ShmError> {
         let address = SocketAddrUnix::new(path).map_err(|_| ShmError::Path)?;
-        let mut socket = socket::open()?;
+        let mut socket = open_private()?;
         let bound = rustix::net::bind(&socket, &address);
         let is_socket = || std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
         if bound == Err(Errno::ADDRINUSE) && is_socket() && is_stale_socket(&address)? {
             std::fs::remove_file(path)
                 .map_err(ShmError::system("remove the stale socket of another node"))?;
-            socket = socket::open()?;
+            socket = open_private()?;
             rustix::net::bind(&socket, &address).map_err(ShmError::system("bind the node's socket"))?;
         } else {
             let what = match bound {
@@ -238,7 +239,8 @@ pub unsafe fn send_segment(socket: BorrowedFd<'_>, segment: &Segment) -> Result<
     send(socket, message, &descriptors)
 }
 
-/// Connects to a node, and returns its memory and the connection for the messages that follow. `timeout` bounds the
+/// Connects to a node of this process's user, or of root, and returns its memory and the connection for the messages that
+/// follow. `timeout` bounds the
 /// handshake; `pinned_bytes_max` is that of [`LocalHeap::new`]. Waits for the node's handshake, so a process that
 /// connects to itself needs a second thread. The ledger exists until this process exits, even if the heap is dropped;
 /// hence a process can connect [`LEDGERS_PER_PROCESS_MAX`](crate::LEDGERS_PER_PROCESS_MAX) times.
@@ -256,6 +258,11 @@ pub unsafe fn connect(
     set_timeouts(&socket, timeout.max(Duration::from_millis(1)))?;
     retry_on_intr(|| rustix::net::connect(&socket, &address))
         .map_err(ShmError::system("connect to the node's socket (is it running?)"))?;
+    // Another user who listens at this path would receive this process's objects, and could return others.
+    let (pid, uid) = peer_of(&socket)?;
+    if uid != 0 && uid != rustix::process::geteuid().as_raw() {
+        return Err(ShmError::NodeUser { pid, uid });
+    }
     let me = rustix::process::getpid();
     let pidfd =
         rustix::process::pidfd_open(me, PidfdFlags::empty()).map_err(ShmError::system("pidfd_open"))?;
@@ -310,6 +317,14 @@ fn attach(
 
 fn two(descriptors: Vec<OwnedFd>, pid: u32) -> Result<[OwnedFd; 2], ShmError> {
     descriptors.try_into().map_err(|_| ShmError::Unexpected { pid })
+}
+
+/// Creates a socket whose file only this user may connect to: the mode of the socket becomes that of the file.
+fn open_private() -> Result<OwnedFd, ShmError> {
+    let socket = socket::open()?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)
+        .map_err(ShmError::system("set the mode of a socket"))?;
+    Ok(socket)
 }
 
 /// Returns whether the process of the socket at this address has exited.

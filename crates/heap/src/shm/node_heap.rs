@@ -276,6 +276,12 @@ impl NodeHeap {
         Some(NodePin { held, header })
     }
 
+    /// Returns the header of a record in any state, also of one that a client writes; its root is not valid while the record
+    /// is WRITING. `None` if the slot has another version.
+    pub fn header(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<Header> {
+        self.segment(segment)?.header_at(slot, epoch)
+    }
+
     /// Claims the payload of a record that was granted to [`PayloadWriter::Node`]. Returns `None` if the node does
     /// not write it in this version, or if a claim exists.
     pub fn claim(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<NodeClaim<'_>> {
@@ -303,8 +309,8 @@ impl NodeHeap {
     ) -> Option<NodeClaim<'_>> {
         let owner = self.segment(segment)?;
         let held = NodeCellPin::acquire(self, owner, slot, ExpectedWord::WritingAt(epoch))?;
-        let (header, range) = held.owner.add_node_claim(slot, held.word, range_of)?;
-        Some(NodeClaim { held, header, range })
+        let (header, range, was_complete) = held.owner.add_node_claim(slot, held.word, range_of)?;
+        Some(NodeClaim { held, header, range, is_written: false, was_complete })
     }
 
     /// Stores a heartbeat with the time of the system clock.
@@ -435,6 +441,10 @@ pub struct NodeClaim<'a> {
     header: Header,
     /// Bytes of the payload to which this claim has exclusive access.
     range: Span,
+    /// All of these bytes are written, by this claim.
+    is_written: bool,
+    /// The whole payload was written before this claim.
+    was_complete: bool,
 }
 
 impl NodeClaim<'_> {
@@ -448,8 +458,14 @@ impl NodeClaim<'_> {
         self.range
     }
 
+    /// Records that all claimed bytes are written. Without this they count as not written, and a record with such bytes
+    /// is not published: a write that fails in the middle leaves bytes of an earlier record.
+    pub fn set_written(&mut self) {
+        self.is_written = true;
+    }
+
     /// Returns a part of the claimed bytes for writing. Offsets are those of the payload. Clears the digests of its
-    /// pages.
+    /// pages. When all claimed bytes are written, call [`NodeClaim::set_written`].
     ///
     /// # Panics
     /// If the part is not within the claim.
@@ -503,6 +519,10 @@ impl NodeClaim<'_> {
     /// # Panics
     /// If the claim does not cover the whole payload.
     pub fn publish(mut self, root: u64) -> Result<(), CommitError> {
+        // Before the root, whose comparison would tell what the unwritten bytes are.
+        if !self.is_written && !self.was_complete {
+            return Err(CommitError::Incomplete);
+        }
         let found = self.root();
         if !self.header.flags.digestless() && found != root {
             return Err(CommitError::Root { found, named: root });
@@ -531,7 +551,9 @@ impl NodeClaim<'_> {
     pub fn fill(&mut self, payload: &[u8]) -> u64 {
         assert_eq!(self.range.len(), self.header.stripe_len, "the claim does not cover the whole payload");
         // SAFETY: no other claim overlaps this one, granted on WRITING; a commit fails while it exists.
-        unsafe { self.regions().fill(&self.header, &[payload], |_| ()) }
+        let root = unsafe { self.regions().fill(&self.header, &[payload], |_| ()) };
+        self.is_written = true;
+        root
     }
 
     fn regions(&self) -> &SegmentRegions {
@@ -546,6 +568,6 @@ impl NodeClaim<'_> {
 
 impl Drop for NodeClaim<'_> {
     fn drop(&mut self) {
-        self.held.owner.end_node_claim(self.held.slot, self.range);
+        self.held.owner.end_node_claim(self.held.slot, &self.header, self.range, self.is_written);
     }
 }

@@ -33,6 +33,7 @@ use crate::shm::ledger::Ledgers;
 use crate::shm::region::{HugePages, Region};
 use crate::shm::segment::{SegmentDescriptor, SegmentError, SegmentMemory, SegmentRegions};
 use crate::shm::trailer::Trailer;
+use crate::shm::written::WrittenRanges;
 use crate::word::Transition;
 
 /// A segment as its owner uses it.
@@ -65,6 +66,8 @@ struct OpenWrite {
     kind: BeginKind,
     /// Ranges of the payload that threads of the node are filling.
     node_claims: Vec<Span>,
+    /// Bytes of the payload that they have filled.
+    written: WrittenRanges,
 }
 
 /// Kind of a begin.
@@ -121,6 +124,12 @@ impl Segment {
     /// Returns id, incarnation and size of the segment.
     pub fn shape(&self) -> SegmentDescriptor {
         self.regions.shape
+    }
+
+    /// Lets the kernel provide the memory of a range of the payload, as if it had been written. No byte changes. Does nothing
+    /// if the payload is in device memory.
+    pub fn populate(&self, at: u64, len: u64) -> std::io::Result<()> {
+        self.regions.populate(at, len)
     }
 
     /// Returns the header region, to be sent to clients.
@@ -255,9 +264,10 @@ impl Segment {
             BeginKind::Copy => bookkeeping.fences.begin_copy(slot, word, epoch),
         };
         assert!(matches!(begun, Transition::Done(_)), "word changed although the owner holds its lock");
-        bookkeeping
-            .open_writes
-            .insert(slot, OpenWrite { writer: grant.writer, kind, node_claims: Vec::new() });
+        bookkeeping.open_writes.insert(
+            slot,
+            OpenWrite { writer: grant.writer, kind, node_claims: vec![], written: Default::default() },
+        );
         Ok(())
     }
 
@@ -312,6 +322,18 @@ impl Segment {
         Ok(())
     }
 
+    /// Returns the header of the record that has, or had last, this version of the slot, in any state; its root is not valid
+    /// while the record is WRITING. `None` if the slot has another version.
+    pub(super) fn header_at(&self, slot: SlotId, epoch: Epoch) -> Option<Header> {
+        let _lock = self.bookkeeping();
+        let word = self.regions.word(slot)?.load();
+        if word.epoch() != epoch {
+            return None;
+        }
+        // SAFETY: this is the owner, with the lock. An error: the slot was fenced in this epoch and never begun.
+        unsafe { self.regions.header(slot, word) }.ok()
+    }
+
     pub(super) fn commit(
         &self,
         slot: SlotId,
@@ -336,7 +358,15 @@ impl Segment {
         let ledger = match writer {
             PayloadWriter::Client(client) => Some(ledgers.get(client).ok_or(CommitError::Writer)?),
             PayloadWriter::Node if !open.node_claims.is_empty() => return Err(CommitError::Claimed),
-            PayloadWriter::Node => None,
+            PayloadWriter::Node => {
+                // SAFETY: this is the owner, with the lock.
+                let header = unsafe { self.regions.header(slot, found) }.expect("written by begin");
+                // Before the root, whose comparison would tell what the unwritten bytes are.
+                if !open.written.is_complete(header.stripe_len) {
+                    return Err(CommitError::Incomplete);
+                }
+                None
+            }
         };
         let cells = || ledger.iter().flat_map(|ledger| ledger.cells_in_use());
         match close_claims(word, epoch, SlotRef::new(segment, slot), cells) {
@@ -394,9 +424,9 @@ impl Segment {
         }
     }
 
-    /// WRITING → READY for a record that the node writes and whose whole payload the caller has claimed and digested:
-    /// no other claim covers a byte of it, and none is granted before it is READY. `header` is the record's, with its
-    /// root.
+    /// WRITING → READY for a record that the node writes. Its whole payload is written, and the caller has claimed and
+    /// digested it: no other claim covers a byte of it, and none is granted before it is READY. `header` is the
+    /// record's, with its root.
     pub(super) fn publish_claimed(
         &self,
         slot: SlotId,
@@ -443,14 +473,15 @@ impl Segment {
     }
 
     /// Records that a thread of the node fills a range of a record's payload, which no other thread does, and returns
-    /// the record's header and the range. Returns `None` if the node does not write this record, or if a claim
-    /// overlaps the range. The caller has pinned the slot in a cell, which was granted on `word`.
+    /// the record's header, the range, and whether the whole payload was written before. Returns `None` if the node does
+    /// not write this record, or if a claim overlaps the range. The caller has pinned the slot in a cell, which was
+    /// granted on `word`.
     pub(super) fn add_node_claim(
         &self,
         slot: SlotId,
         word: Word,
         range_of: impl FnOnce(&Header) -> Option<Span>,
-    ) -> Option<(Header, Span)> {
+    ) -> Option<(Header, Span, bool)> {
         // Under the lock the header does not change: a commit, which changes it, removes the open write first.
         let mut bookkeeping = self.bookkeeping();
         let open = bookkeeping.open_writes.get_mut(&slot).filter(|w| w.writer == PayloadWriter::Node)?;
@@ -461,7 +492,7 @@ impl Segment {
             return None;
         }
         open.node_claims.push(range);
-        Some((header, range))
+        Some((header, range, open.written.is_complete(header.stripe_len)))
     }
 
     /// Clears the digests of the pages that overlap `range`, whose bytes are about to change.
@@ -472,11 +503,15 @@ impl Segment {
         pages_touched(range).for_each(|page| unsafe { self.regions.write_digest(header, page, 0) });
     }
 
-    /// Ends a claim of the node. If the record was killed in the meantime there is nothing to remove; its slot is not
-    /// reused while it is pinned in the node's own cell, so the entry of no other record is affected.
-    pub(super) fn end_node_claim(&self, slot: SlotId, range: Span) {
+    /// Ends a claim of the node, which has written its range or not. If the record was killed in the meantime there is
+    /// nothing to remove; its slot is not reused while it is pinned in the node's own cell, so the entry of no other
+    /// record is affected.
+    pub(super) fn end_node_claim(&self, slot: SlotId, header: &Header, range: Span, is_written: bool) {
         if let Some(open) = self.bookkeeping().open_writes.get_mut(&slot) {
             open.node_claims.retain(|claim| *claim != range);
+            if is_written {
+                open.written.add(range, header.stripe_len);
+            }
         }
     }
 

@@ -269,6 +269,19 @@ impl Region {
         self.len as u64
     }
 
+    /// Lets the kernel provide the memory of a range, which is at least one page, as if each of its pages had been written. No
+    /// byte changes. The range is cut off at the end of the region.
+    pub fn populate(&self, at: u64, len: u64) -> std::io::Result<()> {
+        let at = at.min(self.len());
+        let len = len.min(self.len() - at) as usize;
+        // SAFETY: the range is in the mapping, which lives as long as the region. The call changes no byte, so that it may run
+        // beside readers and writers of this and other processes.
+        unsafe {
+            let base = self.base().as_ptr().add(at as usize);
+            Ok(rustix::mm::madvise(base.cast(), len, Advice::LinuxPopulateWrite)?)
+        }
+    }
+
     /// Returns the descriptor of a region that was created here, for sending it to another process.
     ///
     /// # Safety

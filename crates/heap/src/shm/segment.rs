@@ -242,6 +242,11 @@ impl SegmentRegions {
         self.shape.medium == PayloadMemory::Host
     }
 
+    /// Lets the kernel provide the memory of a range of the payload ([`Region::populate`]). Does nothing for a device segment.
+    pub(crate) fn populate(&self, at: u64, len: u64) -> std::io::Result<()> {
+        if self.has_bytes() { self.payload.populate(at, len) } else { Ok(()) }
+    }
+
     /// Returns the device slice with the records' bytes, at the owner of a device segment.
     pub(crate) fn device(&self) -> Option<&DeviceSlice> {
         self.device.as_ref()

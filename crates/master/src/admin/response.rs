@@ -203,6 +203,30 @@ impl Stripe {
     }
 }
 
+/// JSON form of a tenant.
+#[derive(Serialize)]
+pub(super) struct Tenant {
+    name: String,
+    generation: u32,
+    bytes_max: u64,
+    objects_max: u64,
+    bytes: u64,
+    objects: u64,
+}
+
+impl Tenant {
+    pub(super) fn of(tenant: &v1::TenantInfo) -> Tenant {
+        Tenant {
+            name: tenant.name.clone(),
+            generation: tenant.generation,
+            bytes_max: tenant.bytes_max,
+            objects_max: tenant.objects_max,
+            bytes: tenant.bytes,
+            objects: tenant.objects,
+        }
+    }
+}
+
 /// JSON form of a job.
 #[derive(Serialize)]
 pub(super) struct Job {
@@ -213,6 +237,7 @@ pub(super) struct Job {
     skipped: u64,
     total: u64,
     error: Option<&'static str>,
+    lost_groups: Vec<u32>,
 }
 
 impl Job {
@@ -230,6 +255,7 @@ impl Job {
             skipped: job.skipped,
             total: job.total,
             error: ErrorCode::try_from(job.code).ok().map(ErrorCode::name),
+            lost_groups: job.lost_groups.clone(),
         }
     }
 }

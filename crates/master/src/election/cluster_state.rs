@@ -3,12 +3,18 @@
 //!
 //! Both are stored as JSON, so that an operator can read them. The identity is stored separately, because it contains a
 //! secret.
+//!
+//! A registry is shared with other programs, and a process that can write to it is not always a master. So every value is checked
+//! when it is read: first its length, which limits the memory of the decoder, then the numbers in it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU16;
 
-use moontide_types::{GroupId, Term};
+use moontide_meta::TENANTS_MAX;
+use moontide_proto::limits::ADDRESS_BYTES_MAX;
+use moontide_types::limits::GROUPS_MAX;
+use moontide_types::{GroupId, Tenant, Term};
 use serde::{Deserialize, Serialize};
 
 /// Version of the format. A release that changes it must read the older version.
@@ -16,6 +22,37 @@ const FORMAT: u32 = 1;
 
 /// Maximum number of remembered retiring masters; more do not shut down at a time.
 const RETIRING_MAX: usize = 64;
+
+/// Longest cluster state in bytes: what etcd accepts by default. 4,096 groups and 4,096 tenants take about half of it.
+const STATE_BYTES_MAX: usize = 3 << 19;
+
+/// Longest identity, and longest entry of a member, in bytes. Escapes make an address of JSON up to six times as long.
+const ENTRY_BYTES_MAX: usize = 1024 + 2 * 6 * ADDRESS_BYTES_MAX;
+
+/// Maximum number of live masters: more than there can be groups would have no work.
+pub(super) const MEMBERS_MAX: usize = GROUPS_MAX as usize;
+
+/// Highest version of a state: it counts up, and is never near it.
+const VERSION_MAX: u64 = 1 << 62;
+
+/// Highest number of exclusions. Nodes may name up to 2^31, and it counts up from there.
+const EXCLUSION_MAX: u32 = 3 << 30;
+
+/// Fails if a stored value is too long.
+fn check_length(json: &[u8], max: usize) -> Result<(), String> {
+    match json.len() {
+        len if len > max => Err(format!("it has {len} bytes, at most {max} are allowed")),
+        _ => Ok(()),
+    }
+}
+
+/// Fails if there are too many of something.
+pub(super) fn check_count(what: &str, count: usize, max: usize) -> Result<(), String> {
+    if count > max {
+        return Err(format!("it has {count} {what}, at most {max} are allowed"));
+    }
+    Ok(())
+}
 
 /// Identity of a cluster.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +79,17 @@ impl fmt::Debug for ClusterIdentity {
     }
 }
 
+impl ClusterIdentity {
+    /// Decodes and checks an identity. The error does not quote it: it contains a secret.
+    pub fn decode(json: &[u8]) -> Result<ClusterIdentity, String> {
+        check_length(json, ENTRY_BYTES_MAX)?;
+        let identity: ClusterIdentity =
+            serde_json::from_slice(json).map_err(|_| "it is no valid identity".to_owned())?;
+        check_count("groups", identity.groups.get().into(), GROUPS_MAX.into())?;
+        Ok(identity)
+    }
+}
+
 /// Addresses of a master.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MasterAddresses {
@@ -49,6 +97,24 @@ pub struct MasterAddresses {
     pub grpc: String,
     /// Address of the frame server.
     pub frame: String,
+}
+
+impl MasterAddresses {
+    /// Decodes and checks the addresses of a member. The error is the reason.
+    pub fn decode(json: &[u8]) -> Result<MasterAddresses, String> {
+        check_length(json, ENTRY_BYTES_MAX)?;
+        let addresses: MasterAddresses = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+        addresses.check()?;
+        Ok(addresses)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let longest = self.grpc.len().max(self.frame.len());
+        if longest > ADDRESS_BYTES_MAX {
+            return Err(format!("an address has {longest} bytes, at most {ADDRESS_BYTES_MAX} are allowed"));
+        }
+        Ok(())
+    }
 }
 
 /// Owner of a group.
@@ -165,10 +231,12 @@ impl ClusterState {
 
     /// Decodes and checks a state. The error is the reason.
     pub fn decode(json: &[u8]) -> Result<ClusterState, String> {
+        check_length(json, STATE_BYTES_MAX)?;
         let document: ClusterState = serde_json::from_slice(json).map_err(|error| error.to_string())?;
         if document.format != FORMAT {
             return Err(format!("format {}, this release reads {FORMAT}", document.format));
         }
+        document.check_limits()?;
         let has_address = |owner: &GroupOwner| document.masters.contains_key(&owner.master);
         if !document.group_owners.iter().flatten().all(has_address) {
             return Err("the owner of a group has no address".into());
@@ -183,9 +251,34 @@ impl ClusterState {
         Ok(document)
     }
 
-    /// Encodes the state.
-    pub fn encode(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("numbers, strings and maps are valid JSON")
+    /// Fails if a list is too long, or a field is out of range.
+    fn check_limits(&self) -> Result<(), String> {
+        if self.group_owners.is_empty() {
+            return Err("it has no groups".into());
+        }
+        if self.version > VERSION_MAX {
+            return Err(format!("its version is {}, at most {VERSION_MAX} is allowed", self.version));
+        }
+        let exclusion = self.group_owners.iter().flatten().map(|owner| owner.exclusion).max().unwrap_or(0);
+        if exclusion > EXCLUSION_MAX {
+            return Err(format!("a group has {exclusion} exclusions, at most {EXCLUSION_MAX} are allowed"));
+        }
+        check_count("groups", self.group_owners.len(), GROUPS_MAX.into())?;
+        check_count("masters", self.masters.len(), MEMBERS_MAX)?;
+        check_count("tenants", self.tenants.len(), TENANTS_MAX)?;
+        check_count("retiring masters", self.retiring.len(), RETIRING_MAX)?;
+        self.masters.values().try_for_each(MasterAddresses::check)?;
+        // The error quotes no name: it may be long.
+        let invalid = |error| format!("the name of a tenant is invalid: {error}");
+        self.tenants.keys().try_for_each(|name| Tenant::new(name).map(|_| ()).map_err(invalid))
+    }
+
+    /// Encodes the state. Fails if no master could read it: the reason names the limit.
+    pub fn encode(&self) -> Result<Vec<u8>, String> {
+        self.check_limits()?;
+        let json = serde_json::to_vec(self).expect("numbers, strings and maps are valid JSON");
+        check_length(&json, STATE_BYTES_MAX)?;
+        Ok(json)
     }
 
     /// Returns the next version, with one more assigned term; `None` if all terms are used.
@@ -241,10 +334,14 @@ impl ClusterState {
         next
     }
 
-    /// Returns the next version, with this state of a tenant.
+    /// Returns the next version, with this state of a tenant. A tenant without a quota and a generation is forgotten.
     pub fn with_tenant(&self, name: &str, entry: TenantState) -> ClusterState {
         let mut next = ClusterState { version: self.version + 1, ..self.clone() };
-        next.tenants.insert(name.to_owned(), entry);
+        if entry == TenantState::default() {
+            next.tenants.remove(name);
+        } else {
+            next.tenants.insert(name.to_owned(), entry);
+        }
         next
     }
 
@@ -286,7 +383,7 @@ mod tests {
             exclusion: 0,
         };
         assert_eq!(document.groups_of(first).collect::<Vec<_>>(), [assignment(0), assignment(2)]);
-        assert_eq!(ClusterState::decode(&document.encode()), Ok(document.clone()));
+        assert_eq!(ClusterState::decode(&document.encode().unwrap()), Ok(document.clone()));
         for change in [
             |d: &mut ClusterState| d.format = 9,
             |d: &mut ClusterState| d.masters.clear(),
@@ -295,9 +392,70 @@ mod tests {
         ] {
             let mut wrong = document.clone();
             change(&mut wrong);
-            assert!(ClusterState::decode(&wrong.encode()).is_err(), "{wrong:?}");
+            assert!(ClusterState::decode(&wrong.encode().unwrap()).is_err(), "{wrong:?}");
         }
         assert!(ClusterState::decode(b"{}").is_err());
+    }
+
+    #[test]
+    fn limits_of_cluster_state_hold_for_reading_and_writing() {
+        let max = NonZeroU16::new(GROUPS_MAX).unwrap();
+        let addresses = |len| MasterAddresses { grpc: "a".repeat(len), frame: "b".repeat(len) };
+        let (document, first) = ClusterState::new(max).with_next_term().unwrap();
+        let all: Vec<GroupId> = (0..GROUPS_MAX).map(GroupId).collect();
+        let (mut largest, _) = document.with_owner(&all, first, &addresses(ADDRESS_BYTES_MAX)).unwrap();
+        largest.tenants = (0..TENANTS_MAX)
+            .map(|n| (format!("{n:064}"), TenantState { generation: u32::MAX, ..Default::default() }))
+            .collect();
+        largest.retiring = (0..RETIRING_MAX as u32).collect();
+        let json = largest.encode().expect("the largest valid state");
+        println!("the largest valid state has {} bytes", json.len());
+        assert_eq!(ClusterState::decode(&json), Ok(largest.clone()));
+
+        type Change = fn(&mut ClusterState);
+        let changes: [(&str, Change); 9] = [
+            ("version", |d| d.version = VERSION_MAX + 1),
+            ("exclusions", |d| d.group_owners[7].as_mut().unwrap().exclusion = EXCLUSION_MAX + 1),
+            ("groups", |d| d.group_owners.push(None)),
+            ("no groups", |d| d.group_owners.clear()),
+            ("tenants", |d| d.tenants.extend([("one-more".to_owned(), TenantState::default())])),
+            ("tenant", |d| d.tenants = [("bad name".to_owned(), TenantState::default())].into()),
+            ("retiring", |d| d.retiring.extend([9_999])),
+            ("address", |d| d.masters.values_mut().for_each(|a| a.grpc.push('x'))),
+            ("masters", |d| d.masters.extend((0..=MEMBERS_MAX as u32).map(|n| (n, Default::default())))),
+        ];
+        for (what, change) in changes {
+            let mut wrong = largest.clone();
+            change(&mut wrong);
+            let reason = wrong.encode().expect_err(what);
+            assert!(reason.contains(what), "{what}: {reason}");
+            let json = serde_json::to_vec(&wrong).unwrap();
+            assert_eq!(ClusterState::decode(&json), Err(reason));
+        }
+        // Nothing is decoded of what is too long.
+        let long = vec![b'['; STATE_BYTES_MAX + 1];
+        let reason = ClusterState::decode(&long).unwrap_err();
+        assert!(reason.contains(&STATE_BYTES_MAX.to_string()), "{reason}");
+        let long = vec![b' '; ENTRY_BYTES_MAX + 1];
+        assert!(MasterAddresses::decode(&long).unwrap_err().contains("bytes"));
+        assert!(ClusterIdentity::decode(&long).unwrap_err().contains("bytes"));
+        let member = serde_json::to_vec(&addresses(ADDRESS_BYTES_MAX)).unwrap();
+        assert_eq!(MasterAddresses::decode(&member), Ok(addresses(ADDRESS_BYTES_MAX)));
+        let member = serde_json::to_vec(&addresses(ADDRESS_BYTES_MAX + 1)).unwrap();
+        assert!(MasterAddresses::decode(&member).unwrap_err().contains("address"));
+        let groups = NonZeroU16::new(GROUPS_MAX + 1).unwrap();
+        let identity = ClusterIdentity { cluster: 1, id_key: 2, secret: [77; 32], groups };
+        let reason = ClusterIdentity::decode(&serde_json::to_vec(&identity).unwrap()).unwrap_err();
+        assert!(reason.contains("groups") && !reason.contains("77"), "{reason}");
+    }
+
+    #[test]
+    fn tenant_without_quota_and_generation_is_forgotten() {
+        let limited = TenantState { objects_max: 3, ..Default::default() };
+        let document = ClusterState::new(GROUPS).with_tenant("t", limited).with_tenant("u", limited);
+        let document = document.with_tenant("t", TenantState { generation: 1, ..Default::default() });
+        let document = document.with_tenant("u", TenantState::default());
+        assert_eq!(document.tenants.keys().collect::<Vec<_>>(), ["t"]);
     }
 
     #[test]
@@ -314,7 +472,7 @@ mod tests {
         };
         assert_eq!(exclusions(&document), [0, 1]);
         assert_eq!(exclusions(&document.with_exclusions(&[(GroupId(1), 2)], two)), [0, 2]);
-        assert_eq!(ClusterState::decode(&document.encode()), Ok(document));
+        assert_eq!(ClusterState::decode(&document.encode().unwrap()), Ok(document));
     }
 
     #[test]

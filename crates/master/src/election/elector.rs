@@ -12,6 +12,7 @@
 //! the next snapshot is read.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,6 +36,10 @@ const REGISTRY_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// Timeout of the handoff of all groups at shutdown.
 const SHUTDOWN_HANDOFF_MAX: Duration = Duration::from_secs(5);
+
+/// Number of terms that a registry may have lost, for example with a backup that was restored. Masters use some hundred a
+/// day, of four million.
+const LOST_TERMS_MAX: u32 = 4096;
 
 /// Elector of a master.
 #[derive(Debug)]
@@ -165,6 +170,9 @@ impl Elector {
             return Ok(StepOutcome::Again);
         }
         let snapshot = self.registry.read().await?;
+        if let Some((_, document)) = &snapshot.document {
+            check_groups(document, service.groups())?;
+        }
         let plan = self.state.observe(SystemClock.now(), &snapshot);
         self.apply(&plan, &snapshot, service);
         let Some((version, document)) = &snapshot.document else {
@@ -254,15 +262,31 @@ impl Elector {
         }
         let hosted = self.state.hosted();
         self.superseded.retain(|group, seen| hosted.get(group).is_some_and(|term| term < seen));
+        // A node may name any term. A term that no registry has lost must not use up those of the cluster.
+        let trusted = document.last_term.saturating_add(LOST_TERMS_MAX);
+        self.superseded.retain(|group, seen| {
+            let is_trusted = seen.get() <= trusted;
+            if !is_trusted {
+                warn!(
+                    group = group.0,
+                    named_term = seen.get(),
+                    last_term = document.last_term,
+                    "a node names a term that is too far from those of the registry, and is refused; if the registry \
+                     was restored from an old backup, restart the nodes"
+                );
+            }
+            is_trusted
+        });
         let &highest = self.superseded.values().max()?;
         warn!(
             seen_term = highest.get(),
             "nodes have seen higher terms than the registry; claiming groups with new terms"
         );
         let groups: Vec<GroupId> = self.superseded.keys().copied().collect();
-        groups.iter().for_each(|&group| service.release_group(group));
         let above = document.with_terms_above(highest);
-        above.with_owner(&groups, self.number(), &self.addresses).map(|(next, _)| next)
+        let (next, _) = above.with_owner(&groups, self.number(), &self.addresses)?;
+        groups.iter().for_each(|&group| service.release_group(group));
+        Some(next)
     }
 
     /// Sends the state of a group to its new owner, then writes the change of ownership.
@@ -278,7 +302,7 @@ impl Elector {
             return Ok(());
         };
         let objects = handoff.objects.len();
-        let mut sending = std::pin::pin!(handoff::send(service.cluster(), transfer, handoff));
+        let mut sending = std::pin::pin!(handoff::send(service, transfer, handoff));
         let sent = loop {
             tokio::select! {
                 sent = &mut sending => break sent,
@@ -322,6 +346,12 @@ impl Elector {
         let after = proposal.change.apply(before);
         if after != before {
             let next = document.with_tenant(&proposal.tenant, after);
+            if let Err(reason) = next.encode() {
+                warn!(tenant = proposal.tenant, %reason, "change of a tenant refused: the cluster state has no room for it");
+                let (closed, _) = oneshot::channel();
+                proposal.agreed = closed; // the caller gets `Unreachable`
+                return Ok(true);
+            }
             if !self.registry.write(Some(version), &next).await? {
                 return Ok(false);
             }
@@ -332,6 +362,19 @@ impl Elector {
         let _ = std::mem::replace(&mut proposal.agreed, closed).send(after);
         Ok(true)
     }
+}
+
+/// Fails if the cluster state is of a cluster with another number of groups.
+fn check_groups(document: &ClusterState, groups: NonZeroU16) -> Result<(), RegistryError> {
+    let found = document.group_owners.len();
+    if found == usize::from(groups.get()) {
+        return Ok(());
+    }
+    Err(RegistryError::Malformed {
+        address: "of this cluster".into(),
+        what: "a cluster state",
+        reason: format!("it has {found} groups, the cluster has {groups}"),
+    })
 }
 
 fn numbers(groups: &[GroupId]) -> Vec<u16> {

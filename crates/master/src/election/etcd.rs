@@ -29,7 +29,7 @@ use self::wire::{
     LeaseKeepAliveResponse, LeaseRequest, Operation, PutRequest, RangeRequest, RangeResponse, TARGET_CREATE,
     TARGET_MOD, TxnRequest, TxnResponse, WatchCreate, WatchRequest, WatchResponse, call, compare, operation,
 };
-use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
+use super::cluster_state::{ClusterIdentity, ClusterState, MEMBERS_MAX, MasterAddresses, check_count};
 use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot, root_cause};
 
 /// Delay after a failed watch, so that callers that wait in a loop do not spin.
@@ -133,6 +133,8 @@ impl EtcdRegistry {
                 .map_err(|reason| self.malformed("a cluster state", reason))?;
             Ok((DocumentVersion(kv.mod_revision.to_string()), document))
         });
+        check_count("members", masters.len(), MEMBERS_MAX)
+            .map_err(|reason| self.malformed("the members", reason))?;
         let members = masters.iter().map(|kv| self.member(kv)).collect::<Result<_, RegistryError>>()?;
         Ok((revision, Snapshot { document: document.transpose()?, members }))
     }
@@ -146,7 +148,7 @@ impl EtcdRegistry {
             );
         };
         let addresses =
-            serde_json::from_slice(&kv.value).map_err(|reason| self.malformed("a member", reason))?;
+            MasterAddresses::decode(&kv.value).map_err(|reason| self.malformed("a member", reason))?;
         Ok((number.get(), addresses))
     }
 
@@ -188,9 +190,7 @@ impl Registry for EtcdRegistry {
             let Some(kv) = ranges.flat_map(|range| range.kvs).next() else {
                 return Err(self.malformed("an identity", "it was deleted again"));
             };
-            // The error of the decoder may quote the secret, which must not reach a log.
-            serde_json::from_slice(&kv.value)
-                .map_err(|_| self.malformed("an identity", "it is no valid identity"))
+            ClusterIdentity::decode(&kv.value).map_err(|reason| self.malformed("an identity", reason))
         }
         .boxed()
     }
@@ -220,11 +220,9 @@ impl Registry for EtcdRegistry {
                     }
                 }
             };
-            let replace = TxnRequest {
-                compare: vec![unchanged],
-                success: vec![put(key, document.encode())],
-                failure: vec![],
-            };
+            let json = document.encode().map_err(|reason| self.malformed("a cluster state", reason))?;
+            let replace =
+                TxnRequest { compare: vec![unchanged], success: vec![put(key, json)], failure: vec![] };
             // Not idempotent: a repetition would find its own first write and report a conflict.
             Ok(self.txn(Idempotence::Never, replace).await?.succeeded)
         }

@@ -3,29 +3,33 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use moontide_meta::{ExpectedSegment, GroupHandoff, HandoffObject, StripeLocation, StripeRange};
+use moontide_meta::{ExpectedSegment, GroupHandoff, HandoffObject, NodeKey, StripeLocation, StripeRange};
 use moontide_proto::convert::{
     CallerId, HandoffGroupRequest, ObjectListBuilder, ObjectListKind, RequestContext, Wire,
 };
 use moontide_proto::limits::{HANDOFF_SEGMENTS_MAX, HANDOFF_TOMBSTONES_MAX};
 use moontide_proto::v1::master_peers_client::MasterPeersClient;
 use moontide_proto::{
-    Handle, HandleFlags, ObjectEntry, ObjectFlags, PackedBuilder, PackedKeysBuilder, Token, VersionedId, v1,
+    CapabilityKey, Handle, HandleFlags, ObjectEntry, ObjectFlags, PackedBuilder, PackedKeysBuilder, Token,
+    VersionedId, v1,
 };
+use moontide_tasks::channel;
 use moontide_types::limits::{BATCH_KEYS_MAX, REQUEST_BYTES_MAX};
 use moontide_types::record::Attributes;
 use moontide_types::{
-    Clock, ErrorCode, GroupId, Key, MapVersion, Medium, MonoTime, SegmentId, SystemClock, Tenant,
+    Clock, ErrorCode, GroupId, Key, MapVersion, Medium, MonoTime, NodeId, SegmentId, SystemClock, Tenant,
     TenantGeneration, Term,
 };
 use parking_lot::Mutex;
-use tonic::transport::Endpoint;
 
 use super::state::GroupTransfer;
-use crate::service::handle;
+use crate::service::{Service, handle};
 
 /// Timeout of one chunk.
 const CHUNK_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Bytes of chunks in flight to the new owner.
+const HANDOFF_WINDOW_BYTES: u32 = 1 << 20;
 
 /// Lifetime of a received handoff. After this time it is useless: the nodes have reported to another master.
 const HANDOFF_TTL: Duration = Duration::from_secs(30);
@@ -87,6 +91,8 @@ impl HandoffInbox {
             pending.handoff.segments_complete = request.segments_complete;
             pending.handoff.disks_complete = request.disks_complete;
             pending.handoff.exclusion_needed = request.exclusion_needed;
+            let key = |(node, key): &(NodeId, CapabilityKey)| NodeKey { node: *node, key: *key.as_bytes() };
+            pending.handoff.node_keys = request.node_keys.iter().map(key).collect();
         }
         pending.next_chunk += 1;
         pending.complete = request.is_last;
@@ -109,16 +115,13 @@ impl HandoffInbox {
 
 /// Sends a handoff to the new owner. The error is the reason.
 pub(crate) async fn send(
-    cluster: u64,
+    service: &Service,
     transfer: &GroupTransfer,
     handoff: GroupHandoff,
 ) -> Result<(), String> {
-    let endpoint =
-        Endpoint::from_shared(format!("http://{}", transfer.addresses.grpc)).map_err(|e| e.to_string())?;
-    let channel = endpoint
-        .tcp_nodelay(true)
-        .connect_timeout(CHUNK_TIMEOUT)
-        .connect()
+    let cluster = service.cluster();
+    let address = &transfer.addresses.grpc;
+    let channel = channel::connect(address, CHUNK_TIMEOUT, HANDOFF_WINDOW_BYTES, service.credentials())
         .await
         .map_err(|e| e.to_string())?;
     let mut new_owner = MasterPeersClient::new(channel).max_encoding_message_size(REQUEST_BYTES_MAX);
@@ -145,6 +148,9 @@ fn handoff_chunks(cluster: u64, group: GroupId, handoff: &GroupHandoff) -> Vec<v
         stale: expected.stale,
     };
     let segments: Vec<_> = handoff.segments.iter().take(HANDOFF_SEGMENTS_MAX).map(known).collect();
+    // A node without a key here is unreachable for readers until it has mounted its segments at the new owner.
+    let node_key = |of: &NodeKey| v1::HandoffKey { node: of.node.0, key: of.key.to_vec().into() };
+    let node_keys: Vec<_> = handoff.node_keys.iter().take(HANDOFF_SEGMENTS_MAX).map(node_key).collect();
     let (mut objects, mut tombstones) = (&handoff.objects[..], &handoff.tombstones[..]);
     while chunks.is_empty() || !objects.is_empty() || !tombstones.is_empty() {
         let mut keys = PackedKeysBuilder::new();
@@ -188,6 +194,7 @@ fn handoff_chunks(cluster: u64, group: GroupId, handoff: &GroupHandoff) -> Vec<v
             segments_complete: is_first && all_known && handoff.segments_complete,
             disks_complete: is_first && all_known && handoff.disks_complete,
             exclusion_needed: is_first && (!all_known || handoff.exclusion_needed),
+            node_keys: if is_first { node_keys.clone() } else { vec![] },
         });
     }
     chunks.last_mut().expect("there is at least one chunk").is_last = true;
@@ -258,7 +265,7 @@ mod tests {
     use super::*;
     use moontide_types::limits::PAGE_BYTES;
     use moontide_types::record::PinClass;
-    use moontide_types::{Epoch, Extent, Generation, NodeId, ObjectId, SlotId, UnixMillis};
+    use moontide_types::{Epoch, Extent, Generation, ObjectId, SlotId, UnixMillis};
 
     fn sample_object(number: u32, stripes: u16) -> HandoffObject {
         let mut id = [0; 16];
@@ -315,6 +322,7 @@ mod tests {
             segments_complete: true,
             disks_complete: true,
             exclusion_needed: true,
+            node_keys: (1..900).map(|n| NodeKey { node: NodeId(n), key: [n as u8; 32] }).collect(),
         };
         for handoff in [GroupHandoff::default(), full] {
             let (group, inbox) = (GroupId(11), HandoffInbox::default());

@@ -34,7 +34,7 @@ pub use self::api::KubernetesServer;
 use self::api::{Api, ApiError};
 use self::liveness::{LeaseObservation, Liveness};
 use self::objects::{DeleteOptions, Event, Lease, LeaseList, LeaseSpec, Metadata, Secret, micro_time};
-use super::cluster_state::{ClusterIdentity, ClusterState, MasterAddresses};
+use super::cluster_state::{ClusterIdentity, ClusterState, MEMBERS_MAX, MasterAddresses, check_count};
 use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot};
 
 /// Label of the objects of a cluster.
@@ -173,6 +173,9 @@ impl KubernetesRegistry {
     async fn load(&self) -> Result<ClusterObjects, RegistryError> {
         let list = self.api.call(Method::GET, &self.selected(), None::<&Lease>).await;
         let list: LeaseList = list.map_err(|error| self.failed(error))?;
+        // And the object with the state.
+        check_count("members", list.items.len(), MEMBERS_MAX + 1)
+            .map_err(|reason| self.malformed("the members", reason))?;
         let mut document = None;
         let (mut members, mut observations, mut leases) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for lease in list.items {
@@ -233,7 +236,7 @@ impl KubernetesRegistry {
         };
         let addresses = metadata.annotations.get(ADDRESSES);
         let addresses = addresses.ok_or_else(|| malformed(format!("annotation {ADDRESSES} is missing")))?;
-        let addresses = serde_json::from_str(addresses).map_err(|reason| malformed(reason.to_string()))?;
+        let addresses = MasterAddresses::decode(addresses.as_bytes()).map_err(malformed)?;
         let renewal = format!("{} {renewed}", metadata.uid);
         Ok(Some((
             number.get(),
@@ -341,11 +344,9 @@ impl Registry for KubernetesRegistry {
             let Some(data) = secret.data.get(IDENTITY) else {
                 return Err(self.malformed("an identity", format!("secret has no field {IDENTITY}")));
             };
-            // The error of the decoder may quote the secret, which must not reach a log.
             let json = BASE64_STANDARD.decode(data);
             let json = json.map_err(|_| self.malformed("an identity", "it is no valid base64"))?;
-            serde_json::from_slice(&json)
-                .map_err(|_| self.malformed("an identity", "it is no valid identity"))
+            ClusterIdentity::decode(&json).map_err(|reason| self.malformed("an identity", reason))
         })
         .boxed()
     }
@@ -360,7 +361,8 @@ impl Registry for KubernetesRegistry {
         document: &'a ClusterState,
     ) -> BoxFuture<'a, Result<bool, RegistryError>> {
         async move {
-            let json = String::from_utf8(document.encode()).expect("JSON is text");
+            let json = document.encode().map_err(|reason| self.malformed("a cluster state", reason))?;
+            let json = String::from_utf8(json).expect("JSON is text");
             let mut lease =
                 Lease::new(self.metadata(self.name.clone(), DOCUMENT, json), LeaseSpec::default());
             let written = match version {

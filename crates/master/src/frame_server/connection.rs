@@ -23,23 +23,26 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
+use moontide_auth::{Call, Caller};
 use moontide_proto::convert::{self, Bounded};
 use moontide_proto::{FRAME_HEADER_BYTES, FrameError, FrameHeader, FrameKind, Hello, ProtocolVersions, v1};
+use moontide_tasks::{MaybeTls, Place};
 use moontide_types::ErrorCode;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
 use super::reply::{self, Response};
-use super::{Shared, ThreadState};
+use super::{LARGE_BODIES_BYTES_MAX, Shared, ThreadState};
+use crate::access::{self, Refused};
 use crate::metrics::Method;
 use crate::service::Service;
 
 /// Time from the first to the last byte of a frame; for the Hello from the start of the connection. The largest request
 /// then needs 1.6 MB/s.
-const FRAME_TIME_MAX: Duration = Duration::from_secs(10);
+pub(super) const FRAME_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Timeout of a write.
 const WRITE_TIME_MAX: Duration = Duration::from_secs(10);
@@ -74,6 +77,34 @@ const OUTPUT_KEEP_BYTES: usize = 64 << 10;
 /// A call that waits for nodes; the output contains its request id.
 type PendingCall = Pin<Box<dyn Future<Output = (u64, v1::OutcomesResponse)> + Send>>;
 
+/// Memory of a body that is larger than a read buffer, counted until it is dropped.
+struct LargeBody {
+    _permit: OwnedSemaphorePermit,
+    _of_address: AddressShare,
+}
+
+/// The same bytes, counted for the address of the caller.
+struct AddressShare {
+    place: Arc<Place>,
+    bytes: usize,
+}
+
+impl AddressShare {
+    /// Returns `None` if the large bodies of the address would have more than half of the memory of all.
+    fn take(place: &Arc<Place>, bytes: usize) -> Option<AddressShare> {
+        // Relaxed: no other data depends on the sum.
+        let before = place.body_bytes_of_address().large.fetch_add(bytes, Ordering::Relaxed);
+        let share = AddressShare { place: Arc::clone(place), bytes };
+        (before + bytes <= LARGE_BODIES_BYTES_MAX / 2).then_some(share)
+    }
+}
+
+impl Drop for AddressShare {
+    fn drop(&mut self) {
+        self.place.body_bytes_of_address().large.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
 /// A complete frame.
 struct Frame {
     header: FrameHeader,
@@ -102,7 +133,8 @@ impl From<io::Error> for End {
 
 /// One connection.
 pub(super) struct Connection {
-    socket: TcpStream,
+    socket: MaybeTls<TcpStream>,
+    caller: Caller,
     shared: Arc<Shared>,
     thread: Arc<ThreadState>,
     input: BytesMut,
@@ -113,7 +145,9 @@ pub(super) struct Connection {
     /// End of the last read: bytes after a complete frame arrived then.
     last_read: Instant,
     /// Held while `input` is larger than usual.
-    large: Option<OwnedSemaphorePermit>,
+    large: Option<LargeBody>,
+    /// Place at the listener.
+    place: Arc<Place>,
     /// Time of the last write.
     last_write: Instant,
     /// The caller sent its last request shortly after a reply.
@@ -136,9 +170,15 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    pub(super) fn new(socket: TcpStream, shared: Arc<Shared>, thread: Arc<ThreadState>) -> Connection {
+    pub(super) fn new(
+        socket: MaybeTls<TcpStream>,
+        place: Place,
+        shared: Arc<Shared>,
+        thread: Arc<ThreadState>,
+    ) -> Connection {
         let now = Instant::now();
         Connection {
+            caller: socket.caller(),
             socket,
             inflight_max: shared.inflight_max as usize,
             shared,
@@ -150,6 +190,7 @@ impl Connection {
             last_write: now,
             busy_poll: false,
             large: None,
+            place: Arc::new(place),
             is_large_done: false,
             output: Vec::new(),
             pending: FuturesUnordered::new(),
@@ -216,6 +257,7 @@ impl Connection {
             let text = format!("this master supports protocol versions {min} to {max}");
             return Err(self.protocol_error(header.request, ErrorCode::Unsupported, &text));
         };
+        self.place.greeted();
         self.inflight_max = self.inflight_max.min(hello.inflight_max as usize);
         let (caller, inflight_max) = (self.shared.caller, self.inflight_max as u32); // ≤ a u32
         reply::push_hello_ack(&mut self.output, header.request, caller, version, inflight_max);
@@ -309,12 +351,12 @@ impl Connection {
     /// Handles one request, or starts it if it has to wait.
     fn handle(&mut self, Frame { header, body, arrived }: Frame) -> Result<(), End> {
         let service = &*self.shared.service;
-        let method = match header.kind {
-            FrameKind::Exist => Method::Exist,
-            FrameKind::GetReplicaList => Method::GetReplicaList,
-            FrameKind::PutStart => Method::PutStart,
-            FrameKind::PutEnd => Method::PutEnd,
-            FrameKind::Remove => Method::Remove,
+        let (method, call) = match header.kind {
+            FrameKind::Exist => (Method::Exist, Call::Exist),
+            FrameKind::GetReplicaList => (Method::GetReplicaList, Call::GetReplicaList),
+            FrameKind::PutStart => (Method::PutStart, Call::PutStart),
+            FrameKind::PutEnd => (Method::PutEnd, Call::PutEnd),
+            FrameKind::Remove => (Method::Remove, Call::Remove),
             FrameKind::Ping => {
                 reply::push_pong(&mut self.output, header.request);
                 return Ok(());
@@ -324,25 +366,29 @@ impl Connection {
             _ => return Err(self.unsupported(&header)),
         };
         self.thread.counters.request(method);
+        self.place.proven();
         if arrived.elapsed() >= Duration::from_millis(header.timeout_ms.into()) {
             self.error(header.request, ErrorCode::DeadlineExceeded, "timeout before the request was handled");
             return Ok(());
         }
         let (out, request) = (&mut self.output, header.request);
+        let rights = Rights { caller: &self.caller, call };
         let handled = match header.kind {
-            FrameKind::Exist => handle_call(out, &header, body, |m| service.exist(m)),
-            FrameKind::GetReplicaList => handle_call(out, &header, body, |m| service.get_replica_list(m)),
-            FrameKind::PutStart => handle_call(out, &header, body, |m| service.put_start(m)),
-            FrameKind::PutEnd => handle_call(out, &header, body, |m| service.put_end(m)),
+            FrameKind::Exist => handle_call(out, &header, body, rights, |m| service.exist(m)),
+            FrameKind::GetReplicaList => {
+                handle_call(out, &header, body, rights, |m| service.get_replica_list(m))
+            }
+            FrameKind::PutStart => handle_call(out, &header, body, rights, |m| service.put_start(m)),
+            FrameKind::PutEnd => handle_call(out, &header, body, rights, |m| service.put_end(m)),
             _ => self.start_remove(request, body),
         };
-        if let Err(error) = handled {
-            self.error(request, error.code(), &error.to_string());
+        if let Err(Refused { code, text }) = handled {
+            self.error(request, code, &text);
         }
         Ok(())
     }
 
-    fn start_remove(&mut self, request: u64, body: Bytes) -> Result<(), convert::ConvertError> {
+    fn start_remove(&mut self, request: u64, body: Bytes) -> Result<(), Refused> {
         // The body lives as long as the call waits. A small body is copied, so that it does not keep the read buffer; a
         // large body keeps its memory permits.
         let large = self.large.take();
@@ -350,7 +396,8 @@ impl Connection {
         if large.is_some() {
             self.renew_input();
         }
-        let message = convert::decode(body)?;
+        let message: v1::RemoveRequest = convert::decode(body).map_err(malformed)?;
+        access::check(&self.caller, Call::Remove, message.context.as_ref())?;
         self.pending.push(remove(&self.shared.service, request, message, large));
         Ok(())
     }
@@ -388,10 +435,19 @@ impl Connection {
     async fn reserve_input(&mut self) -> Result<(), End> {
         let missing = self.missing();
         if self.large.is_none() && missing > INPUT_BYTES {
+            let Some(of_address) = AddressShare::take(&self.place, missing) else {
+                return Err(self.protocol_error(
+                    0,
+                    ErrorCode::Busy,
+                    "too many large requests in flight from this address",
+                ));
+            };
             let kib = (missing.div_ceil(1024)) as u32; // ≤ 16 Ki
             let permit = Arc::clone(&self.shared.large_bodies).acquire_many_owned(kib);
             self.large = match timeout_at(self.arrived + FRAME_TIME_MAX, permit).await {
-                Ok(permit) => permit.ok(),
+                Ok(permit) => {
+                    permit.ok().map(|permit| LargeBody { _permit: permit, _of_address: of_address })
+                }
                 Err(_) => {
                     return Err(self.protocol_error(0, ErrorCode::Busy, "too many large requests in flight"));
                 }
@@ -432,7 +488,9 @@ impl Connection {
     /// whether bytes arrived.
     async fn busy_poll(&mut self) -> Result<bool, End> {
         while self.busy_poll && self.read_deadline().is_none() {
-            match self.socket.try_read_buf(&mut self.input) {
+            // Encrypted bytes cannot be read without a task.
+            let Some(socket) = self.socket.plain() else { break };
+            match socket.try_read_buf(&mut self.input) {
                 Ok(bytes) => return self.has_read(Ok(bytes)).map(|()| true),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(End::Broken(error)),
@@ -472,13 +530,19 @@ impl Connection {
         if self.output.is_empty() {
             return Ok(());
         }
-        let written = match self.socket.try_write(&self.output) {
-            Ok(written) => written,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
-            Err(error) => return Err(End::Broken(error)),
+        let written = match self.socket.plain().map(|socket| socket.try_write(&self.output)) {
+            None => 0,
+            Some(Ok(written)) => written,
+            Some(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => 0,
+            Some(Err(error)) => return Err(End::Broken(error)),
         };
         if written < self.output.len() {
-            match timeout(WRITE_TIME_MAX, self.socket.write_all(&self.output[written..])).await {
+            let Connection { socket, output, .. } = self;
+            let write = async {
+                socket.write_all(&output[written..]).await?;
+                socket.flush().await
+            };
+            match timeout(WRITE_TIME_MAX, write).await {
                 Ok(result) => result?,
                 Err(_) => return Err(End::TooSlow("write timeout")),
             }
@@ -503,14 +567,42 @@ impl Connection {
     }
 }
 
-/// Decodes a request, passes it to `call`, and appends the reply.
-fn handle_call<Q: Bounded, R: Response>(
+/// A request with a context.
+trait Contextual {
+    fn context(&self) -> Option<&v1::RequestContext>;
+}
+
+macro_rules! contextual {
+    ($($message:ident),*) => {$(
+        impl Contextual for v1::$message {
+            fn context(&self) -> Option<&v1::RequestContext> {
+                self.context.as_ref()
+            }
+        }
+    )*};
+}
+contextual!(ExistRequest, GetReplicaListRequest, PutStartRequest, PutEndRequest);
+
+/// A caller and its call.
+struct Rights<'a> {
+    caller: &'a Caller,
+    call: Call,
+}
+
+fn malformed(error: convert::ConvertError) -> Refused {
+    Refused { code: error.code(), text: error.to_string() }
+}
+
+/// Decodes a request, checks the rights of the caller, passes it to `call`, and appends the reply.
+fn handle_call<Q: Bounded + Contextual, R: Response>(
     out: &mut Vec<u8>,
     header: &FrameHeader,
     body: Bytes,
+    rights: Rights<'_>,
     call: impl FnOnce(&Q) -> R,
-) -> Result<(), convert::ConvertError> {
-    let message = convert::decode(body)?;
+) -> Result<(), Refused> {
+    let message: Q = convert::decode(body).map_err(malformed)?;
+    access::check(rights.caller, rights.call, message.context())?;
     let kind = header.kind.reply().expect("a request has a reply");
     reply::push_response(out, header.request, kind, &call(&message));
     Ok(())
@@ -521,7 +613,7 @@ fn remove(
     service: &Arc<Service>,
     request: u64,
     message: v1::RemoveRequest,
-    large: Option<OwnedSemaphorePermit>,
+    large: Option<LargeBody>,
 ) -> PendingCall {
     let service = Arc::clone(service);
     let timeout_ms = message.context.as_ref().map_or(0, |context| context.timeout_ms);
@@ -541,7 +633,7 @@ fn deadline_exceeded() -> v1::OutcomesResponse {
 
 /// Reads once. Without a deadline no timer is created.
 async fn read_by(
-    socket: &mut TcpStream,
+    socket: &mut MaybeTls<TcpStream>,
     input: &mut BytesMut,
     deadline: Option<Instant>,
 ) -> Result<usize, End> {
@@ -565,7 +657,7 @@ fn request_of(bytes: &[u8; FRAME_HEADER_BYTES], error: &FrameError) -> u64 {
 
 /// Sends the last frames and closes the socket. A socket that is closed with unread input resets the connection, and
 /// the peer may lose the output. So input is read and discarded for up to [`CLOSE_TIMEOUT`].
-pub(super) async fn send_and_close(socket: &mut TcpStream, frames: &[u8]) {
+pub(super) async fn send_and_close(socket: &mut (impl AsyncRead + AsyncWrite + Unpin), frames: &[u8]) {
     let close = async {
         socket.write_all(frames).await?;
         socket.shutdown().await?;

@@ -1,7 +1,7 @@
 //! Calls of operators, and of clients at their start: listings, metadata of keys, quotas, eviction, cluster
 //! information.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use moontide_meta::{Effects, ListCursor, ObjectDetail, Quota, SegmentPhase, SegmentView};
 use moontide_proto::convert::{
@@ -251,10 +251,15 @@ impl Service {
             }
         };
         let infos = self.tenants.read().clone();
-        let mut all: Vec<v1::TenantInfo> = self
-            .tenant_usage()
+        let usage = self.tenant_usage().into_iter().map(|(name, bytes, objects)| (name, (bytes, objects)));
+        let mut usage: BTreeMap<Box<str>, (u64, u64)> = usage.collect();
+        // A quota is known before the tenant has an object.
+        for (name, _) in infos.iter().filter(|(_, info)| info.quota != Quota::default()) {
+            usage.entry(name.clone()).or_default();
+        }
+        let mut all: Vec<v1::TenantInfo> = usage
             .into_iter()
-            .map(|(name, bytes, objects)| {
+            .map(|(name, (bytes, objects))| {
                 let info = infos.get(&name).copied().unwrap_or_default();
                 v1::TenantInfo {
                     name: name.into(),
@@ -357,7 +362,7 @@ fn node_detail(info: &NodeInfo) -> v1::NodeDetail {
     let [host, rack, zone] = info.labels.clone().map(String::from);
     v1::NodeDetail {
         node: info.node.0,
-        session: info.session.0,
+        registration: info.registration,
         addresses: info.addresses.iter().map(address).collect(),
         topology: Some(v1::Topology { host, rack, zone }),
         draining: info.draining,

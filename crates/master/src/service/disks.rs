@@ -20,6 +20,7 @@ impl Service {
         node: &NodeSession,
         spec: &SegmentSpec<'_>,
         synced: &[SyncMark],
+        rotation: u64,
     ) -> MountResult {
         let result =
             MountResult { segment: spec.segment, code: None, group: GroupId(0), term: self.config.term };
@@ -47,6 +48,7 @@ impl Service {
             }
             let disk = DiskSpec { synced: mark_of(synced, group.index), ..disk };
             is_new |= group.mount_disk(self.now(), &disk, &mut effects);
+            self.signer.mounted(group.index, node.node, node.session(), rotation);
             self.deliver(&group, &mut effects);
         }
         // Relaxed: the count guards no other data.
@@ -153,6 +155,8 @@ impl Service {
                 cohort: attributes.cohort,
                 parent: attributes.parent,
                 extra_replicas: attributes.extra_replicas,
+                spread: attributes.spread,
+                disk_replicas: attributes.disk_replicas,
             };
             let record = (&reported, attributes_len);
             let outcome = group.disk_notice(now, name, record, notice.recovered && current, &mut effects);

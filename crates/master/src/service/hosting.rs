@@ -14,7 +14,7 @@ use moontide_proto::v1;
 use moontide_types::{ErrorCode, GroupId, MapVersion, MonoTime, TenantGeneration, Term};
 use parking_lot::{MappedMutexGuard, MutexGuard};
 
-use super::{Quota, Service, refused};
+use super::{Quota, Service, TenantInfo, refused};
 use crate::election::{ClusterState, GroupAssignment, MasterAddresses};
 
 /// Maximum number of objects of a handoff: sent in half a second, during which the group is not served.
@@ -103,7 +103,8 @@ impl Service {
         let index = usize::from(group.0);
         let config = self.group_config(assignment);
         let mut hosted = Group::new(config, self.now());
-        if let Some(handoff) = handoff {
+        if let Some(mut handoff) = handoff {
+            self.signer.took_over(index, std::mem::take(&mut handoff.node_keys));
             hosted.import_handoff(self.now(), handoff);
         }
         let before =
@@ -132,6 +133,7 @@ impl Service {
             node.discard_commands(index);
         }
         self.group_units[index].store(0, Ordering::Relaxed);
+        self.signer.released(index);
         self.eviction_trials.lock().release(group);
         self.removals.abandon(index);
         drop(slot);
@@ -146,7 +148,10 @@ impl Service {
             GroupSlot::Vacant => return None,
         };
         let now = self.now();
-        slot.group_mut().map(|group| group.export_handoff(now, HANDOFF_OBJECTS_MAX))
+        slot.group_mut().map(|hosted| GroupHandoff {
+            node_keys: self.signer.handed_off(usize::from(group.0)),
+            ..hosted.export_handoff(now, HANDOFF_OBJECTS_MAX)
+        })
     }
 
     /// Ends a handoff without a change of ownership: the group is served again.
@@ -240,6 +245,17 @@ impl Service {
             info.generation = info.generation.max(TenantGeneration(entry.generation));
             info.quota = Quota { bytes_max: entry.bytes_max, objects_max: entry.objects_max };
         }
+        // Another master has lifted the last limit of these; a generation that nodes have reported remains.
+        let mut lifted = vec![];
+        tenants.retain(|name, info| {
+            if !document.tenants.contains_key(&**name) && info.quota != Quota::default() {
+                info.quota = Quota::default();
+                lifted.push(name.clone());
+            }
+            *info != TenantInfo::default()
+        });
+        drop(tenants);
+        lifted.iter().for_each(|name| self.split_quota(name, Quota::default()));
     }
 
     /// Returns the numbers of exclusions that the master should make durable: removals and upserts answer `Pending` until
@@ -307,6 +323,10 @@ impl Service {
             // Nothing is given up that was in sync within the time of a report: `Group::excluded` relies on it.
             rejoin_window: config.rejoin_window.max(report_wait),
             repair_delay: config.repair_delay,
+            rebalance_bytes_per_s: config.rebalance_bytes_per_s,
+            rebalance_skew_permille: config.rebalance_skew_permille,
+            hot_copy_bytes: config.hot_copy_bytes,
+            hot_copy_idle: config.hot_copy_idle,
             disk_rejoin_window: defaults.disk_rejoin_window.max(report_wait),
             stripe_bytes_max: config.stripe_bytes_max,
             ..defaults

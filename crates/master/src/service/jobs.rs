@@ -1,20 +1,20 @@
 //! Jobs over all groups: removals by prefix or expression, drains of segments, and their progress.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use std::time::Duration;
 
-use moontide_meta::{DrainMode, JobId, JobKind, JobState as MetaState, Quota};
+use moontide_meta::{DrainMode, JobId, JobKind, JobState as MetaState, Quota, TENANTS_MAX};
 use moontide_proto::convert::{
     DrainNodeRequest, DrainSegmentRequest, GetJobRequest, GetJobResponse, JobState, JobStatus,
     RemoveAllRequest, RemoveByPrefixRequest, RemoveByRegexRequest, RequestContext, ResponseContext, Wire,
 };
 use moontide_proto::v1;
-use moontide_types::{ErrorCode, NodeId, SegmentId, Tenant, TenantGeneration, UnixMillis};
+use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId, Tenant, TenantGeneration, Term, UnixMillis};
 
 use tokio::sync::oneshot;
 
-use super::{Service, refused};
+use super::{Service, TenantInfo, refused};
 use crate::election::{Proposal, TenantChange, TenantState};
 
 /// Maximum number of remembered jobs, running or finished.
@@ -28,10 +28,21 @@ pub(super) struct Jobs {
 
 #[derive(Clone, Debug)]
 enum JobTargets {
-    /// One job per group that was hosted at the start. A group that another master hosts now has lost its job.
-    Removal { tenant: Box<str>, parts: Vec<(usize, JobId)> },
+    /// One job per group that was hosted at the start. A group that another master hosts now has lost its job: the caller
+    /// starts it again there.
+    Removal { tenant: Box<str>, parts: Vec<RemovalPart> },
     /// Drain of a segment of `units` units.
     Drain { node: NodeId, segment: SegmentId, group: usize, units: u32 },
+}
+
+/// Job of one group.
+#[derive(Clone, Copy, Debug)]
+struct RemovalPart {
+    group: usize,
+    /// Term of the group at the start. A group that has left and returned counts its jobs from 1 again, and must not be
+    /// taken for the one that had the job.
+    term: Term,
+    job: JobId,
 }
 
 impl Jobs {
@@ -49,18 +60,19 @@ impl Jobs {
 impl Service {
     /// Starts a job that removes every key with a prefix.
     pub fn remove_by_prefix(&self, m: &v1::RemoveByPrefixRequest) -> v1::StartJobResponse {
-        self.start_job(
-            RemoveByPrefixRequest::from_wire(m)
-                .map_err(refused)
-                .map(|request| (request.context, Ok(JobKind::Prefix(request.prefix.into())), request.force)),
-        )
+        self.start_job(RemoveByPrefixRequest::from_wire(m).map_err(refused).map(|r| StartJob {
+            context: r.context,
+            kind: Ok(JobKind::Prefix(r.prefix.into())),
+            force: r.force,
+            groups: r.groups,
+        }))
     }
 
     /// Starts a job that removes every key that matches an expression.
     pub fn remove_by_regex(&self, m: &v1::RemoveByRegexRequest) -> v1::StartJobResponse {
         self.start_job(RemoveByRegexRequest::from_wire(m).map_err(refused).map(|request| {
             let kind = JobKind::pattern(request.pattern).map_err(|_| ErrorCode::InvalidArgument);
-            (request.context, kind, request.force)
+            StartJob { context: request.context, kind, force: request.force, groups: request.groups }
         }))
     }
 
@@ -75,7 +87,7 @@ impl Service {
             self.caller(request.context)?;
             Ok(request)
         });
-        if let Ok(RemoveAllRequest { context, force: true, generation }) = request {
+        if let Ok(RemoveAllRequest { context, force: true, generation, .. }) = request {
             let change = match generation {
                 0 => TenantChange::NextGeneration,
                 generation => TenantChange::AtLeast { generation },
@@ -85,8 +97,12 @@ impl Service {
             }
         }
         let generation = request.as_ref().map_or(0, |r| self.tenant_info(r.context.tenant).generation.0);
-        let mut response =
-            self.start_job(request.map(|request| (request.context, Ok(JobKind::All), request.force)));
+        let mut response = self.start_job(request.map(|r| StartJob {
+            context: r.context,
+            kind: Ok(JobKind::All),
+            force: r.force,
+            groups: r.groups,
+        }));
         if let Some(context) = &mut response.context {
             context.tenant_generation = generation;
         }
@@ -103,12 +119,16 @@ impl Service {
         }
     }
 
-    /// Sets the state of a tenant. Reports of nodes may have raised the generation in the meantime.
+    /// Sets the state of a tenant. Reports of nodes may have raised the generation in the meantime. A tenant without a quota
+    /// and a generation is forgotten.
     pub(crate) fn set_tenant_state(&self, tenant: &str, state: TenantState) {
         let mut tenants = self.tenants.write();
         let info = tenants.entry_ref(tenant).or_default();
         info.generation = info.generation.max(TenantGeneration(state.generation));
         info.quota = Quota { bytes_max: state.bytes_max, objects_max: state.objects_max };
+        if *info == TenantInfo::default() {
+            tenants.remove(tenant);
+        }
     }
 
     /// Changes the state of a tenant: in the cluster state, in the file of a single master, or only here if there is none.
@@ -118,6 +138,13 @@ impl Service {
         change: TenantChange,
     ) -> Result<(), ErrorCode> {
         let tenant = context.tenant.as_str();
+        {
+            // Each state is durable, and a generation is never forgotten: there must not be one per invented name.
+            let known = self.tenants.read();
+            if known.len() >= TENANTS_MAX && !known.contains_key(tenant) {
+                return Err(ErrorCode::TooManyTenants);
+            }
+        }
         let Some(proposals) = self.proposals.get() else {
             self.set_tenant_state(tenant, change.apply(self.tenant_state(tenant)));
             return Ok(());
@@ -146,7 +173,7 @@ impl Service {
             let mode = if request.evict { DrainMode::Evict } else { DrainMode::Move };
             self.group(group)?.drain(node, segment, mode)?;
             let targets = JobTargets::Drain { node, segment, group, units };
-            Ok((self.jobs.lock().add(targets, self.now().unix), 1))
+            Ok((self.jobs.lock().add(targets, self.now().unix), vec![group]))
         });
         self.job_response(started)
     }
@@ -158,7 +185,7 @@ impl Service {
             let nodes = self.nodes.read();
             let sessions = nodes.values().filter(|session| session.node == request.node);
             // A node that registers again has two sessions for a short time.
-            let newest = sessions.max_by_key(|session| session.session()).ok_or(ErrorCode::NotFound)?;
+            let newest = sessions.max_by_key(|session| session.number()).ok_or(ErrorCode::NotFound)?;
             newest.order_drain(!request.undrain);
             Ok(())
         });
@@ -178,19 +205,19 @@ impl Service {
                 _ => Ok(targets),
             }
         });
-        self.status_response(found)
+        self.status_response(found, &m.groups)
     }
 
     /// Returns the progress of a job of any tenant, for operators.
     pub(crate) fn get_any_job(&self, job: u64) -> v1::GetJobResponse {
-        self.status_response(self.job_targets(job))
+        self.status_response(self.job_targets(job), &[])
     }
 
     fn job_targets(&self, job: u64) -> Result<JobTargets, ErrorCode> {
         self.jobs.lock().all.get(&job).cloned().ok_or(ErrorCode::NotFound)
     }
 
-    fn status_response(&self, targets: Result<JobTargets, ErrorCode>) -> v1::GetJobResponse {
+    fn status_response(&self, targets: Result<JobTargets, ErrorCode>, groups: &[u32]) -> v1::GetJobResponse {
         match targets {
             Ok(targets) => {
                 let context = ResponseContext {
@@ -198,36 +225,23 @@ impl Service {
                     term: self.config.term,
                     ..Default::default()
                 };
-                GetJobResponse::new(context, self.job_status(&targets)).to_wire()
+                GetJobResponse::new(context, self.job_status(&targets, groups)).to_wire()
             }
             Err(code) => v1::GetJobResponse { context: Some(self.refusal(code)), ..Default::default() },
         }
     }
 
-    fn job_status(&self, parts: &JobTargets) -> JobStatus {
-        let mut sum = JobStatus { state: JobState::Done, examined: 0, affected: 0, skipped: 0, total: 0 };
+    fn job_status(&self, parts: &JobTargets, groups: &[u32]) -> JobStatus {
+        let (state, lost) = (JobState::Done, vec![]);
+        let mut sum = JobStatus { state, examined: 0, affected: 0, skipped: 0, total: 0, lost };
         match parts {
             JobTargets::Removal { parts, .. } => {
-                let mut is_lost = false;
-                for &(index, part) in parts {
-                    let group = self.group_for_node(index).ok();
-                    let Some((group, status)) = group.and_then(|group| {
-                        let status = group.job(part)?;
-                        Some((group, status))
-                    }) else {
-                        is_lost = true;
-                        continue;
-                    };
-                    sum.examined += status.scanned;
-                    sum.affected += status.removed;
-                    sum.skipped += status.kept;
-                    if status.state == MetaState::Running {
-                        sum.state = JobState::Running;
-                        sum.total += group.objects() as u64;
-                    }
+                let asked: HashSet<usize> = groups.iter().map(|&group| group as usize).collect();
+                for part in parts.iter().filter(|part| asked.is_empty() || asked.contains(&part.group)) {
+                    self.add_removal_part(part, &mut sum);
                 }
                 sum.total = sum.total.max(sum.examined);
-                if is_lost {
+                if !sum.lost.is_empty() {
                     sum.state = JobState::Failed(ErrorCode::WrongMaster);
                 } else if sum.state == JobState::Done && self.is_unconfirmed() {
                     // Another master may own the groups already, with objects that this master does not know.
@@ -248,50 +262,98 @@ impl Service {
         sum
     }
 
-    fn start_job(
-        &self,
-        request: Result<(RequestContext<'_>, Result<JobKind, ErrorCode>, bool), ErrorCode>,
-    ) -> v1::StartJobResponse {
-        let started = request.and_then(|(context, kind, force)| {
+    /// Adds the state of the job of one group.
+    fn add_removal_part(&self, part: &RemovalPart, sum: &mut JobStatus) {
+        let group = match self.group(part.group) {
+            Ok(group) => group,
+            Err(ErrorCode::WrongMaster) => return sum.lost.push(GroupId(part.group as u16)), // < GROUPS_MAX
+            // The next owner may know objects that this master removes from now on: the part is not done here.
+            Err(_) => {
+                sum.state = JobState::Running;
+                return;
+            }
+        };
+        let status = if group.term() == part.term { group.job(part.job) } else { None };
+        let Some(status) = status else {
+            return sum.lost.push(GroupId(part.group as u16)); // < GROUPS_MAX
+        };
+        sum.examined += status.scanned;
+        sum.affected += status.removed;
+        sum.skipped += status.kept;
+        if status.state == MetaState::Running {
+            sum.state = JobState::Running;
+            sum.total += group.objects() as u64;
+        }
+    }
+
+    fn start_job(&self, request: Result<StartJob<'_>, ErrorCode>) -> v1::StartJobResponse {
+        let started = request.and_then(|StartJob { context, kind, force, groups }| {
             self.caller(context)?;
-            self.start_in_groups(context.tenant, kind?, force)
+            self.start_in_groups(context.tenant, kind?, force, groups)
         });
         self.job_response(started)
     }
 
-    /// Starts a removal in all hosted groups. Returns the job and the number of groups.
+    /// Starts a removal in the groups of the request that are hosted here; without any in all of them. Returns the job and
+    /// its groups.
     fn start_in_groups(
         &self,
         tenant: Tenant<'_>,
         kind: JobKind,
         force: bool,
-    ) -> Result<(u64, u32), ErrorCode> {
-        // A group in a handoff would lose the job. Nothing is started then: the caller repeats the call.
-        for index in 0..self.group_slots.len() {
-            match self.group(index) {
-                Ok(_) | Err(ErrorCode::WrongMaster) => {}
-                Err(code) => return Err(code),
+        groups: &[u32],
+    ) -> Result<(u64, Vec<usize>), ErrorCode> {
+        let asked: HashSet<usize> = groups.iter().map(|&group| group as usize).collect();
+        let is_asked = |index: &usize| asked.is_empty() || asked.contains(index);
+        // A caller that names no groups wants all of them: nothing is started unless each can.
+        if asked.is_empty() {
+            let codes = (0..self.group_slots.len()).filter_map(|index| self.group(index).err());
+            if let Some(code) = { codes }.find(|&code| code != ErrorCode::WrongMaster) {
+                return Err(code);
             }
         }
-        let mut parts = Vec::with_capacity(self.group_slots.len());
-        for index in 0..self.group_slots.len() {
+        let (mut parts, mut refused) = (vec![], None);
+        for index in (0..self.group_slots.len()).filter(is_asked) {
             let mut group = match self.group(index) {
                 Ok(group) => group,
                 Err(ErrorCode::WrongMaster) => continue,
-                Err(code) => return Err(code),
+                // A group in a handoff would lose the job. The caller repeats the call for it.
+                Err(code) => {
+                    refused = Some(code);
+                    continue;
+                }
             };
             let tenant = group.tenant(tenant)?;
-            parts.push((index, group.start_job(tenant, kind.clone(), force)?));
+            let job = group.start_job(tenant, kind.clone(), force)?;
+            parts.push(RemovalPart { group: index, term: group.term(), job });
         }
-        let groups = parts.len() as u32;
+        // A caller that names no groups wants all of them; one that names some gets those that can start.
+        match refused {
+            Some(code) if asked.is_empty() || parts.is_empty() => return Err(code),
+            None if parts.is_empty() && !asked.is_empty() => return Err(ErrorCode::WrongMaster),
+            _ => {}
+        }
+        let started = parts.iter().map(|part| part.group).collect();
         let targets = JobTargets::Removal { tenant: tenant.as_str().into(), parts };
-        Ok((self.jobs.lock().add(targets, self.now().unix), groups))
+        Ok((self.jobs.lock().add(targets, self.now().unix), started))
     }
 
-    fn job_response(&self, started: Result<(u64, u32), ErrorCode>) -> v1::StartJobResponse {
+    fn job_response(&self, started: Result<(u64, Vec<usize>), ErrorCode>) -> v1::StartJobResponse {
         match started {
-            Ok((job, groups)) => v1::StartJobResponse { context: Some(self.context(None)), job, groups },
-            Err(code) => v1::StartJobResponse { context: Some(self.refusal(code)), job: 0, groups: 0 },
+            Ok((job, groups)) => {
+                let groups = groups.into_iter().map(|group| group as u32).collect(); // < GROUPS_MAX
+                v1::StartJobResponse { context: Some(self.context(None)), job, groups }
+            }
+            Err(code) => v1::StartJobResponse { context: Some(self.refusal(code)), ..Default::default() },
         }
     }
+}
+
+/// A removal that is to start.
+struct StartJob<'a> {
+    context: RequestContext<'a>,
+    kind: Result<JobKind, ErrorCode>,
+    force: bool,
+    /// Groups in which it runs; empty for all.
+    groups: &'a [u32],
 }

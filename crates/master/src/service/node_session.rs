@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use hashbrown::HashMap;
 use moontide_meta::{CommandKind, CommandOutcome, CopyPurpose, CopySource, NodeCommand};
@@ -22,6 +22,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::Service;
+use super::signing::OfferedKeys;
 use super::stats::NodeReads;
 
 /// Maximum number of commands without a result per session: 16 million take two gigabytes. At the limit the session ends.
@@ -35,11 +36,17 @@ const COPY_LEASE_MS: u32 = 30_000;
 pub(super) struct NodeSession {
     pub(super) node: NodeId,
     session: SessionId,
-    number: Term,
+    /// Number of the session at this master: the newer session of a node has the larger one.
+    number: u64,
+    /// Id of the master.
+    master: Term,
     pub(super) labels: [Box<str>; 3],
     pub(super) addresses: Vec<(Box<str>, Box<str>)>,
     queue: Mutex<CommandQueue>,
+    keys: Mutex<OfferedKeys>,
     notify: Notify,
+    /// Number of the open stream, 0 if there is none.
+    open_stream: AtomicU64,
     /// Group of each mounted segment.
     pub(super) segments: Mutex<HashMap<SegmentId, usize>>,
     pub(super) reads: Mutex<NodeReads>,
@@ -91,19 +98,23 @@ pub(super) struct AnsweredCommand {
 impl NodeSession {
     pub(super) fn new(
         node: NodeId,
-        session: SessionId,
-        number: Term,
+        (session, number): (SessionId, u64),
+        master: Term,
         labels: [Box<str>; 3],
         addresses: Vec<(Box<str>, Box<str>)>,
+        keys: OfferedKeys,
     ) -> NodeSession {
         NodeSession {
             node,
             session,
             number,
+            master,
             labels,
             addresses,
             queue: Mutex::new(CommandQueue { unsent: 1, ..CommandQueue::default() }),
+            keys: Mutex::new(keys),
             notify: Notify::new(),
+            open_stream: AtomicU64::new(0),
             segments: Mutex::default(),
             reads: Mutex::default(),
             disk: Mutex::default(),
@@ -115,6 +126,26 @@ impl NodeSession {
 
     pub(super) fn session(&self) -> SessionId {
         self.session
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Returns a number by which others tell the registrations of a node apart. It is no secret.
+    pub(super) fn registration(&self) -> u64 {
+        u64::from(self.master.get()) << 40 | self.number
+    }
+
+    /// Returns whether a stream of this session is open.
+    pub(super) fn has_stream(&self) -> bool {
+        // Relaxed: no other data depends on it.
+        self.open_stream.load(Ordering::Relaxed) != 0
+    }
+
+    /// Returns whether segments of this session are mounted.
+    pub(super) fn has_segments(&self) -> bool {
+        !self.segments.lock().is_empty()
     }
 
     pub(super) fn pending_commands(&self) -> usize {
@@ -135,6 +166,15 @@ impl NodeSession {
         *order
     }
 
+    /// Changes what the node knows of keys, and sends what is to be sent. Returns the result of `change`.
+    pub(super) fn change_keys(&self, change: impl FnOnce(&mut OfferedKeys) -> bool) -> bool {
+        let changed = change(&mut self.keys.lock());
+        if changed {
+            self.notify.notify_one();
+        }
+        changed
+    }
+
     /// Enqueues a command.
     pub(super) fn enqueue(&self, group: usize, term: Term, command: NodeCommand) {
         let mut queue = self.queue.lock();
@@ -145,7 +185,7 @@ impl NodeSession {
             queue.last_id += 1;
             let number = queue.last_id;
             let term =
-                if moontide_rt::mutation_enabled("order-in-the-masters-term") { self.number } else { term };
+                if moontide_rt::mutation_enabled("order-in-the-masters-term") { self.master } else { term };
             queue.pending.insert(number, PendingCommand { group, term, command });
         }
         drop(queue);
@@ -181,9 +221,18 @@ impl NodeSession {
         queue.unsent = if moontide_rt::mutation_enabled("orders-not-repeated") { queue.unsent } else { 1 };
         queue.acked_sent = 0;
         let stream = queue.stream;
+        // Relaxed: under the lock, so that a later stream is not overwritten.
+        self.open_stream.store(stream, Ordering::Relaxed);
         drop(queue);
+        self.keys.lock().rewind();
         self.notify.notify_waiters();
         stream
+    }
+
+    /// A stream is over. Nothing changes if another one was opened since.
+    fn detach(&self, stream: u64) {
+        let closed = Ordering::Relaxed;
+        let _ = self.open_stream.compare_exchange(stream, 0, closed, closed);
     }
 
     /// Checks the number of a message: `Ok(true)` for the next one, `Ok(false)` if it was applied before.
@@ -244,9 +293,11 @@ impl NodeSession {
             return Err(StreamClosed);
         }
         let queue = &mut *queue;
+        let key = self.keys.lock().next_message();
         let mut commands = PackedBuilder::<WireCommand>::with_capacity(0);
         let (mut sources, mut nodes) = (PackedBuilder::<WireSource>::with_capacity(0), BTreeSet::new());
-        for (&number, pending) in queue.pending.range(queue.unsent..).take(SESSION_RECORDS_MAX) {
+        let room = if key.is_some() { 0 } else { SESSION_RECORDS_MAX };
+        for (&number, pending) in queue.pending.range(queue.unsent..).take(room) {
             commands.push(&wire_command(number, &pending.command, pending.term));
             if let CommandKind::Copy { source, purpose, .. } = pending.command.kind {
                 sources.push(&wire_source(&source, purpose, pending.term));
@@ -254,7 +305,9 @@ impl NodeSession {
             }
             queue.unsent = number + 1;
         }
-        let body = if !commands.is_empty() {
+        let body = if key.is_some() {
+            key
+        } else if !commands.is_empty() {
             let (commands, sources) = (commands.finish().into(), sources.finish().into());
             Some(v1::master_message::Body::Commands(v1::Commands { commands, sources, nodes: vec![] }))
         } else if let Some(ack) = queue.heartbeat_ack.take() {
@@ -269,7 +322,7 @@ impl NodeSession {
             queue.acked_sent = queue.acked;
             let message = v1::MasterMessage {
                 session: self.session.0,
-                term: self.number.get(),
+                term: self.master.get(),
                 map_version: map_version.0,
                 acked_sequence: queue.acked,
                 body: Some(body),
@@ -325,23 +378,31 @@ fn wire_source(source: &CopySource, purpose: CopyPurpose, term: Term) -> WireSou
         node: source.node,
         generation: source.generation,
         root: source.root,
-        capability: Capability::default(),
+        capability: Capability::default(), // signed when it is sent
         segment: source.segment,
         slot: source.slot,
         term,
         purpose: match purpose {
             CopyPurpose::Drain => WirePurpose::Drain,
             CopyPurpose::Repair => WirePurpose::Repair,
+            CopyPurpose::Rebalance => WirePurpose::Rebalance,
+            CopyPurpose::Hot => WirePurpose::Hot,
         },
     }
 }
 
-/// One stream of a session, for the gRPC server.
+/// One stream of a session, for the gRPC server. While it exists, no other process can register as the node.
 #[derive(Debug)]
 pub struct SessionStream {
     service: Arc<Service>,
     node: Arc<NodeSession>,
     stream: u64,
+}
+
+impl Drop for SessionStream {
+    fn drop(&mut self) {
+        self.node.detach(self.stream);
+    }
 }
 
 impl SessionStream {
@@ -365,6 +426,7 @@ impl SessionStream {
         Ok(next.map(|(mut message, sources)| {
             if let Some(v1::master_message::Body::Commands(commands)) = &mut message.body {
                 commands.nodes = self.service.node_details(&sources);
+                self.service.sign_sources(commands);
             }
             message
         }))
@@ -387,9 +449,10 @@ impl SessionStream {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moontide_proto::{FixedRecord, Packed};
+    use moontide_proto::convert::NumberedKey;
+    use moontide_proto::{CapabilityKey, FixedRecord, Packed};
     use moontide_types::record::{State, Word};
-    use moontide_types::{Epoch, Generation, ObjectId, SlotId};
+    use moontide_types::{Epoch, Generation, MonoTime, ObjectId, SlotId};
 
     fn command(slot: u32, kind: CommandKind) -> NodeCommand {
         NodeCommand {
@@ -404,7 +467,10 @@ mod tests {
 
     fn node() -> NodeSession {
         let empty = || Box::from("");
-        NodeSession::new(NodeId(1), SessionId(9), Term::new(2).unwrap(), [empty(), empty(), empty()], vec![])
+        let key = NumberedKey { rotation: 1, key: CapabilityKey::new([1; 32]) };
+        let keys = OfferedKeys::new(key, MonoTime(0));
+        let labels = [empty(), empty(), empty()];
+        NodeSession::new(NodeId(1), (SessionId(9), 1), Term::new(2).unwrap(), labels, vec![], keys)
     }
 
     fn numbers(message: Option<(v1::MasterMessage, BTreeSet<NodeId>)>) -> Vec<u64> {

@@ -5,20 +5,23 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use moontide_meta::{
-    Effects, HeartbeatOutcome, MountSpec, Quota, ReportRecord, ReportState, StripeRange, TenantIndex,
-    TickBudget,
+    Effects, HeartbeatOutcome, MountSpec, NodeTaken, OpenedSession, Quota, ReportRecord, ReportState,
+    StripeRange, TenantIndex, TickBudget,
 };
 use moontide_proto::convert::{
     DiskStatus, Heartbeat, MountResult, MountResults, MountSegmentsRequest, NodeMessage, NodeMessageBody,
-    OpenSessionRequest, OpenSessionResponse, ReportChunk, SegmentSpec, SessionGrant, SyncMark,
+    OpenSessionRequest, OpenSessionResponse, RemoteReads, ReportChunk, SegmentSpec, SessionGrant, SyncMark,
     UnmountSegmentsRequest, Wire,
 };
 use moontide_proto::convert::{MountSegmentsResponse, ResponseContext};
 use moontide_proto::{ProtocolVersions, ReportFlags, Stripe, v1};
 use moontide_types::record::{AttributesRef, State};
-use moontide_types::{ErrorCode, GroupId, Medium, NodeId, SegmentId, SessionId, Tenant, TenantGeneration};
+use moontide_types::{
+    ErrorCode, GroupId, Medium, MonoTime, NodeId, SegmentId, SessionId, Tenant, TenantGeneration, Term,
+};
 
 use super::node_session::{NodeSession, SessionStream};
+use super::signing::OfferedKeys;
 use super::{OutcomeCodes, Service, refused};
 
 /// Longest interval of ticks: the delay with which a reservation or a session may end.
@@ -26,6 +29,9 @@ const TICK_MAX: Duration = Duration::from_millis(50);
 
 /// Interval of ticks while a group has more work; other threads get its lock in between.
 const TICK_AGAIN: Duration = Duration::from_micros(200);
+
+/// Minimum time between two messages about refused nodes in the log.
+const REFUSAL_LOGGED_EVERY: Duration = Duration::from_secs(1);
 
 /// Interval at which the quotas of tenants are distributed over the groups.
 const QUOTAS_EVERY: Duration = Duration::from_millis(200);
@@ -35,8 +41,8 @@ const QUOTAS_EVERY: Duration = Duration::from_millis(200);
 pub struct NodeInfo {
     /// Id of the node.
     pub node: NodeId,
-    /// Session of the node.
-    pub session: SessionId,
+    /// Number of the node's registration.
+    pub registration: u64,
     /// Host, rack and zone; empty if unknown.
     pub labels: [Box<str>; 3],
     /// Addresses of its transfer engines: engine and address.
@@ -50,32 +56,47 @@ pub struct NodeInfo {
 }
 
 impl Service {
-    /// Registers a node. Ends its earlier session.
+    /// Registers a node. Ends its earlier session, unless that belongs to another process with an open stream.
     pub fn open_session(&self, m: &v1::OpenSessionRequest) -> v1::OpenSessionResponse {
         let opened = OpenSessionRequest::from_wire(m).map_err(refused).and_then(|request| {
             let caller = self.caller(request.context)?;
-            self.observe_term(request.highest_term)?;
+            self.check_registered_term(request.node, request.boot_id, request.highest_term)?;
             let protocol =
                 ProtocolVersions::CURRENT.negotiate(request.protocol).ok_or(ErrorCode::Unsupported)?;
             let now = self.now();
             let labels = [request.topology.host, request.topology.rack, request.topology.zone].map(Box::from);
             let addresses = request.addresses.iter().map(|a| (a.engine.into(), a.address.into())).collect();
-            let (session, earlier) = {
+            let key = self.signer.current_key(request.node, now.mono);
+            let opened = {
                 // Both under one lock: a thread that ends this session finds it in `nodes`.
                 let mut sessions = self.sessions.lock();
-                let (session, earlier) = sessions.open(now.mono, request.node, request.boot_id);
-                let node = NodeSession::new(request.node, session, self.config.term, labels, addresses);
-                self.nodes.write().insert(session, Arc::new(node));
-                (session, earlier)
+                let has_stream = |session| self.nodes.read().get(&session).is_some_and(|n| n.has_stream());
+                let opened = sessions.open(now.mono, request.node, request.boot_id, has_stream);
+                if let Ok(OpenedSession { session, number, .. }) = opened {
+                    let (id, keys) = ((session, number), OfferedKeys::new(key.clone(), now.mono));
+                    let node = NodeSession::new(request.node, id, self.config.term, labels, addresses, keys);
+                    self.nodes.write().insert(session, Arc::new(node));
+                }
+                opened
             };
+            let OpenedSession { session, earlier, .. } = opened.map_err(|NodeTaken| {
+                if self.may_log_refusal() {
+                    tracing::warn!(
+                        node = %request.node,
+                        "registration refused: another process is registered as this node, and its stream is open; \
+                         if two nodes have the same id, change one; otherwise this ends with that process"
+                    );
+                }
+                ErrorCode::Retry
+            })?;
             if let Some(earlier) = earlier {
                 self.end_session(earlier, request.node);
             }
             let ttl_ms = self.config.session_ttl.as_millis() as u32;
-            Ok((caller, session, ttl_ms, protocol))
+            Ok((caller, session, ttl_ms, protocol, key))
         });
         match opened {
-            Ok((caller, session, ttl_ms, protocol)) => {
+            Ok((caller, session, ttl_ms, protocol, capability_key)) => {
                 let grant = SessionGrant {
                     session,
                     ttl_ms,
@@ -83,6 +104,7 @@ impl Service {
                     groups: self.config.groups.get(),
                     id_key: self.config.id_key.number(),
                     id_key_secret: Some(self.config.id_key_secret.clone()),
+                    capability_key,
                 };
                 let context = ResponseContext {
                     map_version: self.map_version(),
@@ -101,9 +123,13 @@ impl Service {
         let mounted = MountSegmentsRequest::from_wire(m).map_err(refused).and_then(|request| {
             self.caller(request.context)?;
             let node = self.node_of(request.context.session)?;
+            let rotation = request.capability_rotation;
+            if !self.holds_key(&node, rotation) {
+                return Err(ErrorCode::InvalidArgument);
+            }
             let results = request.segments.iter().map(|spec| match spec.medium {
-                Medium::Disk => self.mount_disk(&node, spec, &request.synced),
-                Medium::Memory | Medium::Device => self.mount(&node, spec, &request.synced),
+                Medium::Disk => self.mount_disk(&node, spec, &request.synced, rotation),
+                Medium::Memory | Medium::Device => self.mount(&node, spec, &request.synced, rotation),
             });
             Ok(MountResults { results: results.collect() })
         });
@@ -162,7 +188,7 @@ impl Service {
         {
             tracing::info!(
                 node = %node.node,
-                session = node.session().0,
+                session = %node.session(),
                 "session ended: node unmounted all segments"
             );
             self.end_session(node.session(), node.node);
@@ -181,9 +207,10 @@ impl Service {
         let now = self.now();
         let ended = self.sessions.lock().expire(now.mono);
         for info in ended {
-            tracing::warn!(node = %info.node, session = info.session.0, "session ended: no heartbeat");
+            tracing::warn!(node = %info.node, session = %info.session, "session ended: no heartbeat");
             self.end_session(info.session, info.node);
         }
+        self.rotate_capability_keys(now.mono);
         self.split_quotas(now.mono.0);
         let mut effects = Effects::new();
         let (mut more, mut invalidated) = (false, false);
@@ -203,7 +230,7 @@ impl Service {
     pub fn nodes(&self) -> Vec<NodeInfo> {
         let info = |node: &Arc<NodeSession>| NodeInfo {
             node: node.node,
-            session: node.session(),
+            registration: node.registration(),
             labels: node.labels.clone(),
             addresses: node.addresses.clone(),
             pending_commands: node.pending_commands(),
@@ -211,10 +238,63 @@ impl Service {
             draining: node.draining.load(Ordering::Relaxed),
         };
         let mut nodes: Vec<NodeInfo> = self.nodes.read().values().map(info).collect();
-        // A node that registers again has two sessions for a short time: the newer one, with the larger id, is used.
-        nodes.sort_by_key(|node| (node.node, std::cmp::Reverse(node.session)));
+        // A node that registers again has two sessions for a short time: the newer one, with the larger number, is used.
+        nodes.sort_by_key(|node| (node.node, std::cmp::Reverse(node.registration)));
         nodes.dedup_by_key(|node| node.node);
         nodes
+    }
+
+    /// Checks the term that a process names when it registers. Only the process that has a session with mounted segments
+    /// proves a newer term by it.
+    fn check_registered_term(&self, node: NodeId, boot_id: u64, seen: Term) -> Result<(), ErrorCode> {
+        let session = self.sessions.lock().of_node(node).filter(|own| own.boot_id == boot_id).copied();
+        let session = session.and_then(|own| self.node_of(Some(own.session)).ok());
+        self.observe_term(node, || session.is_some_and(|session| session.has_segments()), seen)
+    }
+
+    /// Handles a term that a node names. A single master that has mounted segments of it steps down if the term is higher
+    /// than its own: another master has mounted them since. The word of any other process counts for nothing but its own
+    /// segments. One of several masters asks its registry instead: the term may be that of another group.
+    fn observe_term(
+        &self,
+        node: NodeId,
+        has_segments: impl FnOnce() -> bool,
+        seen: Term,
+    ) -> Result<(), ErrorCode> {
+        if self.config.multi_master || seen <= self.config.term {
+            return Ok(());
+        }
+        if has_segments() || moontide_rt::mutation_enabled("newer-term-of-a-stranger-believed") {
+            self.step_down(seen);
+            return Err(ErrorCode::WrongMaster);
+        }
+        if self.may_log_refusal() {
+            tracing::warn!(
+                %node,
+                named_term = seen.get(),
+                own_term = self.config.term.get(),
+                "node refused: it names a newer term than that of this master, which goes on serving the others; if \
+                 another master runs with a copy of this data_dir, stop one of them; then restart the node"
+            );
+        }
+        Err(ErrorCode::StaleTerm)
+    }
+
+    /// Returns whether to log that a node was refused: at most once per [`REFUSAL_LOGGED_EVERY`], because processes that
+    /// are refused try again.
+    fn may_log_refusal(&self) -> bool {
+        let (now, last) = (self.now().mono, MonoTime(self.refusal_logged.load(Ordering::Relaxed)));
+        // The first one is logged at any time of the clock. Relaxed: two threads may both log.
+        let is_due = last == MonoTime(0) || now.since(last) >= REFUSAL_LOGGED_EVERY;
+        if is_due {
+            self.refusal_logged.store(now.0.max(1), Ordering::Relaxed);
+        }
+        is_due
+    }
+
+    /// Returns the node of a session.
+    pub(crate) fn session_node(&self, session: SessionId) -> Option<NodeId> {
+        self.nodes.read().get(&session).map(|node| node.node)
     }
 
     pub(super) fn node_of(&self, session: Option<SessionId>) -> Result<Arc<NodeSession>, ErrorCode> {
@@ -240,17 +320,27 @@ impl Service {
         let mut effects = Effects::new();
         for mut group in self.hosted() {
             group.node_lost(now, node, session, &mut effects);
+            self.signer.ended(group.index, node, session);
             self.deliver(&group, &mut effects);
         }
     }
 
-    fn mount(&self, node: &NodeSession, spec: &SegmentSpec<'_>, synced: &[SyncMark]) -> MountResult {
+    fn mount(
+        &self,
+        node: &NodeSession,
+        spec: &SegmentSpec<'_>,
+        synced: &[SyncMark],
+        rotation: u64,
+    ) -> MountResult {
         let refused = |code| MountResult {
             segment: spec.segment,
             code: Some(code),
             group: spec.group.unwrap_or(GroupId(0)),
             term: self.config.term,
         };
+        if let Err(code) = self.observe_term(node.node, || node.has_segments(), spec.term) {
+            return refused(code);
+        }
         let exists = |group: &GroupId| usize::from(group.0) < self.group_slots.len();
         // Records of a segment belong to its group; a new segment without a group goes to the group with the fewest
         // units.
@@ -298,6 +388,7 @@ impl Service {
         // Under the lock of the group: `release_group` removes these entries.
         let mut previous_group = None;
         if mounted.is_ok() {
+            self.signer.mounted(index, node.node, node.session(), rotation);
             self.group_units[index]
                 .fetch_add(u64::from(spec.units) - before.min(spec.units.into()), Ordering::Relaxed);
             previous_group = node.segments.lock().insert(spec.segment, index);
@@ -325,7 +416,7 @@ impl Service {
         m: &v1::NodeMessage,
     ) -> Result<(), ErrorCode> {
         let message = NodeMessage::from_wire(m).map_err(refused)?;
-        self.observe_term(message.highest_term)?;
+        self.observe_term(node.node, || node.has_segments(), message.highest_term)?;
         if self.sessions.lock().heartbeat(self.now().mono, node.session()) == HeartbeatOutcome::Stale {
             return Err(ErrorCode::StaleSession);
         }
@@ -395,6 +486,7 @@ impl Service {
             }
             NodeMessageBody::Offloaded(notice) => self.offloaded(node, notice)?,
             NodeMessageBody::DiskEvicted(evicted) => self.disk_evicted(node, evicted)?,
+            &NodeMessageBody::CapabilityKeyHeld(rotation) => self.capability_key_held(node, rotation),
         }
         node.applied(message.sequence, heartbeat_ack);
         Ok(())
@@ -430,7 +522,16 @@ impl Service {
                 self.segment_group(node, touched.segment).and_then(|index| self.group_for_node(index));
             let Ok(mut group) = group else { continue };
             let name = (node.node, touched.segment);
-            group.touched(name, touched.generation, touched.first_slot.0, touched.bits);
+            group.touched(self.now(), name, touched.generation, touched.first_slot.0, touched.bits);
+        }
+        for reads in &heartbeat.remote_reads {
+            let group = self.segment_group(node, reads.segment).and_then(|index| self.group_for_node(index));
+            let Ok(mut group) = group else { continue };
+            let RemoteReads { segment, generation, slot, epoch, reader, bytes } = *reads;
+            let reads = moontide_meta::RemoteReads { segment, generation, slot, epoch, reader, bytes };
+            let mut effects = Effects::new();
+            group.remote_reads(self.now(), node.node, &reads, &mut effects);
+            self.deliver(&group, &mut effects);
         }
     }
 
@@ -487,6 +588,8 @@ impl Service {
                 cohort: attributes.cohort,
                 parent: attributes.parent,
                 extra_replicas: attributes.extra_replicas,
+                spread: attributes.spread,
+                disk_replicas: attributes.disk_replicas,
             }
         });
         let name = (node.node, chunk.segment);

@@ -6,11 +6,14 @@ use moontide_proto::convert::{
     PutEndRequest, PutRevokeRequest, PutStartRequest, SetPinRequest, TouchRequest, Wire,
 };
 use moontide_proto::limits::HANDLES_PER_RESPONSE_MAX;
-use moontide_proto::{Capability, Handle, HandleFlags, ObjectEntry, ObjectFlags, PutEndFlags, v1};
+use moontide_proto::{
+    Capability, CapabilityKey, Handle, HandleFlags, ObjectEntry, ObjectFlags, PutEndFlags, v1,
+};
 use moontide_types::limits::{REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{Attributes, AttributesRef, ParentHash};
 use moontide_types::{ErrorCode, Generation, Medium, SegmentId, SlotId, TenantGeneration, Term};
 
+use super::signing::{GrantedRight, KeysOfGroup, sign_handles};
 use super::{CallContext, OutcomeCodes, Service, refused};
 
 impl Service {
@@ -65,14 +68,14 @@ impl Service {
         };
         let now = self.now();
         let sorted = self.sort(&caller, request.keys);
-        let mut response = ObjectListResponse::new(self, &caller, request.keys.len());
+        let mut response = ObjectListResponse::new(self, &caller, request.keys.len(), GrantedRight::Read);
         // A lease binds all later masters of the group, so an unconfirmed master grants none.
         let unconfirmed = self.is_unconfirmed();
         let lease_ms = if unconfirmed { 0 } else { request.lease_ms };
-        for (group, lookups, positions) in sorted.parts() {
-            match self.group(group) {
+        for (index, lookups, positions) in sorted.parts() {
+            match self.group(index) {
                 Ok(mut group) => {
-                    let term = group.term();
+                    let (term, keys) = (group.term(), self.signer.keys(index));
                     group.lookup(now, lease_ms, lookups, |index, found| {
                         // A read of an empty object involves no node that could fence it: only a confirmed master
                         // reports it.
@@ -83,7 +86,7 @@ impl Service {
                         // The node may not know the new term yet, and would refuse a read with it.
                         let from_handoff = found.as_ref().is_ok_and(|object| object.from_handoff);
                         let term = if from_handoff { Term::ZERO } else { term };
-                        response.add(positions[index], term, found, lease_ms, request.attributes);
+                        response.add(positions[index], (term, &keys), found, lease_ms, request.attributes);
                     });
                 }
                 Err(code) => positions.iter().for_each(|&position| response.fail(position, code)),
@@ -118,7 +121,7 @@ impl Service {
             Some(sections) => sections.iter().map(|s| (s.decode_ref(), s.as_bytes().len() as u32)).collect(),
             None => vec![],
         };
-        let mut response = ObjectListResponse::new(self, &caller, request.keys.len());
+        let mut response = ObjectListResponse::new(self, &caller, request.keys.len(), GrantedRight::Write);
         let mut expires = vec![0u64; request.keys.len()];
         let mut effects = Effects::new();
         for (index, lookups, positions) in sorted.parts() {
@@ -129,7 +132,7 @@ impl Service {
                     continue;
                 }
             };
-            let term = group.term();
+            let (term, keys) = (group.term(), self.signer.keys(index));
             let tenant = group.tenant(caller.context.tenant);
             let mut largest = None;
             for (lookup, &position) in lookups.iter().zip(positions) {
@@ -147,6 +150,8 @@ impl Service {
                     object_len: entries[at].len,
                     attributes_len,
                     pin: attributes.pin,
+                    spread: attributes.spread,
+                    disk_replicas: attributes.disk_replicas,
                     expires: attributes.expires,
                     cohort: attributes.cohort,
                     parent: attributes.parent,
@@ -157,7 +162,7 @@ impl Service {
                     Ok(reservation) => {
                         expires[at] = reservation.object.expires.map_or(0, |at| at.0);
                         let valid_ms = reservation.window.as_millis() as u32; // ≤ RESERVATION_MS_MAX
-                        response.add(position, term, Ok(reservation.object), valid_ms, false);
+                        response.add(position, (term, &keys), Ok(reservation.object), valid_ms, false);
                     }
                     Err(code) => {
                         let too_large = put.ok().filter(|_| code == ErrorCode::TooLarge);
@@ -170,6 +175,7 @@ impl Service {
                     }
                 }
             }
+            drop(keys);
             self.deliver(&group, &mut effects);
         }
         let some_expire = expires.iter().any(|&at| at != 0);
@@ -320,8 +326,7 @@ fn put_options(config: &PutConfig) -> PutOptions {
         replicas_min: config.replicas_min,
         stripes: config.stripes,
         local_node: config.local_node,
-        preferred_segments: config.preferred_segments.iter().map(|s| (s.node, s.segment)).collect(),
-        preferred_nodes: config.preferred_nodes.clone(),
+        preferred: config.preferred.clone(),
         upsert: config.upsert,
         one_sided: config.one_sided,
         digestless: config.digestless,
@@ -334,20 +339,30 @@ fn put_options(config: &PutConfig) -> PutOptions {
 struct ObjectListResponse {
     id_key: u32,
     generation: TenantGeneration,
+    right: GrantedRight,
     entries: Vec<ObjectEntry>,
     /// Handles of all entries; `first_handle` of an entry is its index here.
     handles: Vec<Handle>,
+    /// Key of the node of each handle.
+    keys: Vec<Option<CapabilityKey>>,
     /// Positions of keys with their attributes sections.
     attributes: Vec<(u32, Vec<u8>)>,
 }
 
 impl ObjectListResponse {
-    fn new(service: &Service, caller: &CallContext<'_>, keys: usize) -> ObjectListResponse {
+    fn new(
+        service: &Service,
+        caller: &CallContext<'_>,
+        keys: usize,
+        right: GrantedRight,
+    ) -> ObjectListResponse {
         ObjectListResponse {
             id_key: service.config.id_key.number(),
             generation: caller.generation,
+            right,
             entries: vec![ObjectEntry::failed(ErrorCode::NotFound, 0); keys],
             handles: Vec::with_capacity(keys),
+            keys: Vec::with_capacity(keys),
             attributes: vec![],
         }
     }
@@ -365,8 +380,15 @@ impl ObjectListResponse {
         self.entries[position as usize] = ObjectEntry { object_len: largest, ..ObjectEntry::failed(code, 0) };
     }
 
-    /// Adds the result of a lookup. `term` is that of the object's group.
-    fn add(&mut self, position: u32, term: Term, found: LookupResult<'_>, valid_ms: u32, attributes: bool) {
+    /// Adds the result of a lookup. `term` and `keys` are those of the object's group.
+    fn add(
+        &mut self,
+        position: u32,
+        (term, keys): (Term, &KeysOfGroup<'_>),
+        found: LookupResult<'_>,
+        valid_ms: u32,
+        attributes: bool,
+    ) {
         let found = found.and_then(|object| {
             if self.is_full(object.locations.len()) { Err(ErrorCode::Retry) } else { Ok(object) }
         });
@@ -391,6 +413,7 @@ impl ObjectListResponse {
         };
         let digestless = object.digestless;
         self.handles.extend(object.locations.iter().map(|location| handle(location, term, digestless)));
+        self.keys.extend(object.locations.iter().map(|location| keys.of(location.node).cloned()));
         if attributes {
             let section = attribute_section(&object);
             if !section.is_empty() {
@@ -401,6 +424,7 @@ impl ObjectListResponse {
 
     /// Encodes the response; keys that do not fit get `Retry`.
     fn finish(mut self) -> moontide_proto::convert::ObjectFields {
+        sign_handles(self.right, &self.entries, &mut self.handles, &self.keys);
         self.attributes.sort_by_key(|&(position, _)| position);
         let mut attributes = self.attributes.iter().peekable();
         let mut list = ObjectListBuilder::with_capacity(ObjectListKind::Response, self.entries.len());
@@ -429,7 +453,7 @@ fn object_flags(object: &ObjectView<'_>) -> ObjectFlags {
     flags
 }
 
-/// Converts a location to a handle. Capabilities are empty: there is no authentication yet.
+/// Converts a location to a handle, without a capability.
 pub(crate) fn handle(location: &StripeLocation, term: Term, digestless: bool) -> Handle {
     let mut flags = HandleFlags::NONE;
     if digestless {

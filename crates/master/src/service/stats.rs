@@ -47,6 +47,8 @@ pub struct MasterStats {
     pub objects_missing_stripes: u64,
     /// Objects with fewer replicas than their writers asked for, at the last scan and not repaired since.
     pub objects_lacking_replicas: u64,
+    /// Replicas beyond those that writers asked for.
+    pub hot_copies: u64,
     /// Number of nodes with a disk.
     pub disks: u64,
     /// Number of disks that accept no writes.
@@ -132,6 +134,7 @@ impl Service {
             stats.write_back_bytes += bytes;
             stats.objects_missing_stripes += group.objects_missing_stripes();
             stats.objects_lacking_replicas += group.objects_lacking_replicas();
+            stats.hot_copies += group.hot_copies();
             let in_use = |view: &SegmentView| view.phase != SegmentPhase::Lost && view.medium != Medium::Disk;
             for view in group.segments().filter(in_use) {
                 stats.segments += 1;
@@ -228,6 +231,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
         copied_records,
         copied_bytes,
         copies_failed,
+        copies_released,
         recovered_objects,
         disk_evicted,
         reclaimed,
@@ -260,6 +264,7 @@ fn add(sum: &mut GroupStats, group: &GroupStats) {
     sum.copied_records += copied_records;
     sum.copied_bytes += copied_bytes;
     sum.copies_failed += copies_failed;
+    sum.copies_released += copies_released;
     sum.recovered_objects += recovered_objects;
     sum.disk_evicted += disk_evicted;
     sum.reclaimed += reclaimed;

@@ -266,6 +266,7 @@ impl FakeNode {
             context: mount_context,
             segments: (0..config.segments).map(spec).collect(),
             synced: vec![],
+            capability_rotation: opened.capability_key.as_ref().unwrap().rotation,
         };
         let mounted = client.mount_segments(request).await.unwrap().into_inner();
         assert_eq!(mounted.context.unwrap().code, 0);
@@ -369,8 +370,9 @@ pub fn http(
 ) -> (u16, String, String) {
     let mut socket = TcpStream::connect(address).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let admin = if method == "POST" { "moontide-admin: 1\r\n" } else { "" };
     let request = format!(
-        "{method} {path} HTTP/1.1\r\nHost: master\r\nConnection: close\r\n{headers}Content-Length: {}\r\n\r\n{body}",
+        "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{admin}Connection: close\r\n{headers}Content-Length: {}\r\n\r\n{body}",
         body.len()
     );
     socket.write_all(request.as_bytes()).unwrap();

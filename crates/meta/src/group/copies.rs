@@ -100,6 +100,15 @@ struct SegmentDrain {
     candidates: BinaryHeap<Candidate>,
 }
 
+/// Segments that may take a copy.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum CopyTargets<'a> {
+    /// Any segment, chosen by the placement strategy.
+    Any,
+    /// These segments, the first that can.
+    Of(&'a [u32]),
+}
+
 /// Reason why a copy was not started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NotStarted {
@@ -286,7 +295,7 @@ impl Group {
         let positions: Vec<usize> = positions.collect();
         let mut started = 0;
         for position in positions {
-            match self.start_copy(at, position, CopyPurpose::Drain, effects) {
+            match self.start_copy(at, position, CopyPurpose::Drain, CopyTargets::Any, effects) {
                 Ok(()) => started += 1,
                 Err(NotStarted::Unsuitable) => {}
                 Err(reason) => return Err(reason),
@@ -305,13 +314,14 @@ impl Group {
 
     // ---------------------------------------------------------------------------------------------- copy
 
-    /// Commands a node to copy the record of a location: to another row of locations, or to this one for a drain, in exchange
+    /// Commands a node to copy the record of a location: to another row of locations, or for a move to this one, in exchange
     /// for the source.
     pub(super) fn start_copy(
         &mut self,
         at: RecordRef,
         position: usize,
         purpose: CopyPurpose,
+        targets: CopyTargets<'_>,
         effects: &mut Effects,
     ) -> Result<(), NotStarted> {
         let record = *self.slab.get(at);
@@ -335,12 +345,12 @@ impl Group {
         let view = self.location_view(&record, position);
         let units = NonZeroU32::new(view.extent.units).ok_or(NotStarted::Unsuitable)?;
         let align = if view.stripe.len >= PAYLOAD_ALIGN { Align::Page } else { Align::Unit };
-        let row = match purpose {
-            CopyPurpose::Drain => position / stripes,
-            CopyPurpose::Repair => self.vacant_row(&record, stripe),
+        let row = match purpose.is_move() {
+            true => position / stripes,
+            false => self.vacant_row(&record, stripe),
         };
         let sites = self.sites_of_other_replicas(&record, row);
-        let target = self.place_copy(&record, &sites, units, align)?;
+        let target = self.place_copy(&record, &sites, targets, units, align)?;
         // Until its node has responded, the location is treated as draining: taken, and not readable.
         let segment = self.segment_mut(target.segment);
         let (extent, node) = (segment.extent(target.block), segment.node);
@@ -379,7 +389,7 @@ impl Group {
     }
 
     /// Returns the nodes of the other replicas of an object, those that are being copied included: replicas have no node in
-    /// common.
+    /// common, nor what their spread names.
     fn sites_of_other_replicas(&self, record: &Record, row: usize) -> Vec<ReplicaSite> {
         let stripes = self.stripes(record);
         let mut segments: Vec<u32> = vec![];
@@ -400,17 +410,18 @@ impl Group {
         for index in segments {
             let segment = self.segment(index);
             if !segment.is_disk() && sites.iter().all(|site| site.node != segment.node) {
-                sites.push(ReplicaSite { node: segment.node, topology: segment.topology });
+                sites.push(segment.site());
             }
         }
         sites
     }
 
-    /// Reserves a location for a copy: in a segment chosen by the strategy, else in any.
+    /// Reserves a location for a copy: in one of the given segments; or in one chosen by the strategy, else in any.
     fn place_copy(
         &mut self,
         record: &Record,
         sites: &[ReplicaSite],
+        targets: CopyTargets<'_>,
         units: NonZeroU32,
         align: Align,
     ) -> Result<SlotLocation, NotStarted> {
@@ -419,14 +430,20 @@ impl Group {
         }
         let request = PlacementRequest { writer: None, replicas: sites };
         let start = self.rng.index(self.candidates.len());
+        let attempts = match targets {
+            CopyTargets::Any => PLACEMENT_ATTEMPTS + self.candidates.len(),
+            CopyTargets::Of(segments) => segments.len(),
+        };
         let (mut is_busy, mut may_get_space) = (false, false);
-        for attempt in 0..PLACEMENT_ATTEMPTS + self.candidates.len() {
-            let chosen = if attempt < PLACEMENT_ATTEMPTS {
-                self.placement.choose(&self.candidates, &request, &mut self.rng)
-            } else {
-                (start + attempt) % self.candidates.len()
+        for attempt in 0..attempts {
+            let index = match targets {
+                CopyTargets::Of(segments) => segments[attempt],
+                CopyTargets::Any if attempt < PLACEMENT_ATTEMPTS => {
+                    let chosen = self.placement.choose(&self.candidates, &request, &mut self.rng);
+                    self.candidates[chosen].index
+                }
+                CopyTargets::Any => self.candidates[(start + attempt) % self.candidates.len()].index,
             };
-            let index = self.candidates[chosen].index;
             match self.reserve_copy(index, record, sites, units, align) {
                 Ok(location) => return Ok(location),
                 Err(NotStarted::Busy) => is_busy = true,
@@ -449,12 +466,13 @@ impl Group {
         units: NonZeroU32,
         align: Align,
     ) -> Result<SlotLocation, NotStarted> {
+        let spread = self.spread(record).filter(|_| !moontide_rt::mutation_enabled("copy-ignores-spread"));
         let segment = self.segment(index);
         let fits = segment.phase == SegmentPhase::Serving
             && segment.medium == Medium::Memory
             && segment.tenant.is_none_or(|tenant| tenant == record.tenant())
             && segment.units >= units.get()
-            && (sites.iter().all(|other| other.node != segment.node)
+            && (sites.iter().all(|other| other.is_apart(&segment.site(), spread))
                 || moontide_rt::mutation_enabled("copy-beside-its-replica"));
         if !fits {
             return Err(NotStarted::NoPlace);
@@ -495,9 +513,9 @@ impl Group {
         let source = self.source_of(version);
         let copy = self.end_copy(version);
         let purpose = copy.map(|copy| copy.purpose);
-        let drained = source.filter(|_| purpose == Some(CopyPurpose::Drain));
+        let moved = source.filter(|_| purpose.is_some_and(CopyPurpose::is_move));
         self.stats.copies_failed += u64::from(outcome != CommandOutcome::Done);
-        let copied = self.filled_slot(version, stripe, outcome, drained, effects);
+        let copied = self.filled_slot(version, stripe, outcome, moved, effects);
         if copied.is_some() {
             self.stats.copied_records += 1;
             self.stats.copied_bytes += copy.map_or(0, |copy| copy.bytes);
@@ -505,7 +523,10 @@ impl Group {
         match (purpose, copied) {
             (Some(CopyPurpose::Repair), Some(at)) => self.repair_done(at),
             (Some(CopyPurpose::Repair), None) => self.repair_failed(),
-            (Some(CopyPurpose::Drain) | None, _) => {}
+            (Some(CopyPurpose::Hot), Some(at)) => self.hot_copy_done(at, self.segment(index).node),
+            // What was not wanted before is not wanted at its new place either.
+            (Some(CopyPurpose::Drain | CopyPurpose::Rebalance), Some(at)) => self.surplus_moved(at),
+            (Some(CopyPurpose::Drain | CopyPurpose::Rebalance | CopyPurpose::Hot) | None, _) => {}
         }
         self.refill_repairs(effects);
         self.start_drain_copies(REFILL_MAX, effects);
@@ -549,6 +570,22 @@ impl Group {
         for version in into.copied().collect::<Vec<_>>() {
             self.end_copy(version);
         }
+    }
+
+    /// Units that moves in flight for the balance of the nodes will free, by segment.
+    pub(super) fn units_leaving(&self) -> BTreeMap<(NodeId, SegmentId), u64> {
+        let mut leaving = BTreeMap::new();
+        let moves = self.copies.in_flight.values().filter(|copy| copy.purpose == CopyPurpose::Rebalance);
+        for copy in moves {
+            *leaving.entry((copy.source.0, copy.source.1)).or_default() += copy.bytes / UNIT_BYTES;
+        }
+        leaving
+    }
+
+    /// Units of the copies in flight to readers.
+    pub(super) fn hot_units_in_flight(&self) -> u64 {
+        let hot = self.copies.in_flight.values().filter(|copy| copy.purpose == CopyPurpose::Hot);
+        hot.map(|copy| copy.bytes / UNIT_BYTES).sum()
     }
 
     /// Number of copies in flight that repair objects.

@@ -69,6 +69,8 @@ pub(super) struct Offload {
     pub(super) until: Tick,
     /// Units of memory that it will free.
     units: u64,
+    /// It ends when every stripe is on this number of disks.
+    copies: usize,
     /// Set if the object stays in memory.
     pub(super) write_back: Option<WriteBack>,
 }
@@ -289,13 +291,16 @@ impl Group {
         let record = *self.slab.get(at);
         debug_assert!(!record.has(RecordFlag::Writing) && !record.has(RecordFlag::Offloading));
         let (id, epoch) = (record.id(), record.epoch());
+        let (flushing, copies) = match purpose {
+            OffloadPurpose::WriteBack { flush: None } => (None, self.copies_on_disk(&record) + 1),
+            OffloadPurpose::WriteBack { flush } => (flush, 1),
+            OffloadPurpose::Evict => (None, 1),
+        };
+        let mut node = self.memory_node(&record);
         // A victim that is being written already needs no further commands.
         if !self.offloads.contains_key(&id) {
-            let flushing = match purpose {
-                OffloadPurpose::WriteBack { flush } => flush,
-                OffloadPurpose::Evict => None,
-            };
-            let Some(sources) = self.offload_sources(&record, flushing) else { return false };
+            let Some(sources) = self.offload_sources(&record, copies, flushing) else { return false };
+            node = sources.first().map(|location| self.segment(location.segment).node).or(node);
             for location in sources {
                 self.push_command(CommandKind::Offload, location.segment, location.slot, epoch, id, effects);
             }
@@ -307,9 +312,9 @@ impl Group {
             OffloadPurpose::WriteBack { flush } => {
                 // The node cancels the command after one window. Its answer is expected before this deadline.
                 let until = self.ticker.end(now.mono, 2 * window);
-                let node = self.memory_node(&record).unwrap_or(NodeId(0));
+                let node = node.unwrap_or(NodeId(0));
                 let write_back = WriteBack { node, bytes: record.object_len(), flush };
-                self.offloads.insert(id, Offload { until, units: 0, write_back: Some(write_back) });
+                self.offloads.insert(id, Offload { until, units: 0, copies, write_back: Some(write_back) });
                 self.write_back_started(id, until, write_back);
             }
             OffloadPurpose::Evict => {
@@ -321,16 +326,22 @@ impl Group {
                 // A use from now on is a reason to keep it in memory.
                 record.set(RecordFlag::Visited, false);
                 self.enqueue(at);
-                self.offloads.insert(id, Offload { until, units, write_back: None });
+                self.offloads.insert(id, Offload { until, units, copies, write_back: None });
                 self.offloading_units += units;
             }
         }
         true
     }
 
-    /// Returns a location in memory for each stripe that is on no disk, if its node has a disk that accepts records. Prefers
-    /// the node of `session`, which is about to stop.
-    fn offload_sources(&self, record: &Record, session: Option<SessionId>) -> Option<Vec<SlotLocation>> {
+    /// Returns a location in memory for each stripe that is on fewer than `copies` disks, if its node has a disk that accepts
+    /// records, and does not have this one. Prefers the node of `session`, which is about to stop; else one whose disk is not busy
+    /// with write-backs.
+    fn offload_sources(
+        &self,
+        record: &Record,
+        copies: usize,
+        session: Option<SessionId>,
+    ) -> Option<Vec<SlotLocation>> {
         let stripes = self.stripes(record);
         let rows = self.location_count(record) / stripes;
         let mut sources = Vec::with_capacity(stripes);
@@ -338,12 +349,16 @@ impl Group {
             let mut locations = (0..rows)
                 .map(|row| self.location(record, row * stripes + stripe))
                 .filter(|&location| self.is_readable(location));
-            if locations.clone().any(|location| self.segment(location.segment).is_disk()) {
+            if self.disks_of_stripe(record, stripe) >= copies {
                 continue;
             }
-            let is_source = |location: &SlotLocation| self.accepting_disk_of(*location).is_some();
-            let is_preferred =
-                |location: &SlotLocation| session == Some(self.segment(location.segment).session);
+            let is_source = |location: &SlotLocation| {
+                self.accepting_disk_of(*location).is_some() && self.disk_lacks(record, stripe, *location)
+            };
+            let is_preferred = |location: &SlotLocation| match session {
+                Some(session) => session == self.segment(location.segment).session,
+                None => self.accepting_disk_of(*location).is_some_and(|disk| self.takes_write_backs(disk)),
+            };
             let preferred = locations.clone().find(|location| is_source(location) && is_preferred(location));
             sources.push(preferred.or_else(|| locations.find(is_source))?);
         }
@@ -372,7 +387,7 @@ impl Group {
 
     /// Whether every stripe is on a disk.
     pub(super) fn is_completely_on_disk(&self, record: &Record) -> bool {
-        (0..self.stripes(record)).all(|stripe| self.is_stripe_on_disk(record, stripe))
+        self.copies_on_disk(record) > 0
     }
 
     /// Whether every stripe that is in memory is on a disk, too.
@@ -468,13 +483,13 @@ impl Group {
     /// Handles another record on disk of an object that is being offloaded. After the last one, releases the memory.
     fn offload_ended(&mut self, at: RecordRef, now: Now, effects: &mut Effects) {
         let record = *self.slab.get(at);
-        let Some(&offload) = self.offloads.get(&record.id()).filter(|_| self.is_completely_on_disk(&record))
-        else {
-            return;
-        };
+        let copies = self.copies_on_disk(&record);
+        let offload = self.offloads.get(&record.id()).filter(|offload| copies >= offload.copies);
+        let Some(&offload) = offload else { return };
         self.leave_offloading(at);
         self.stats.offloaded_objects += 1;
         if offload.write_back.is_some() {
+            self.queue_write_back(at); // on another disk, if it shall be on several
             self.refill_write_backs(now, effects);
             return;
         }
@@ -774,7 +789,9 @@ impl Group {
         let plain = extension.expires.is_none()
             && extension.cohort == NONE
             && extension.parent.is_none()
-            && extension.extra_replicas == 0;
+            && extension.extra_replicas == 0
+            && extension.spread.is_none()
+            && extension.disk_replicas == 0;
         if plain && others.is_empty() {
             self.extensions.remove(record.extension);
             self.slab.get_mut(at).extension = NONE;

@@ -107,7 +107,7 @@ impl Group {
     ) -> EvictReport {
         let mut usage = self.usage();
         let mut report = EvictReport::default();
-        while (report.objects as usize) < objects_max && usage.permille() > target_permille {
+        while (report.objects as usize) < objects_max && usage.is_above(target_permille) {
             let Some(evicted) = self.evict_one(now, effects) else { break };
             usage.used_units = usage.used_units.saturating_sub(evicted.usable_units);
             usage.used_slots = usage.used_slots.saturating_sub(evicted.objects);
@@ -377,5 +377,10 @@ impl Usage {
     fn permille(&self) -> u16 {
         let ratio = |used: u64, all: u64| (used * 1000).checked_div(all).unwrap_or(0).min(1000) as u16;
         ratio(self.used_units, self.units).max(ratio(self.used_slots, self.slots))
+    }
+
+    /// Whether the usage is above this share. A share of 0 is nothing at all, not less than a thousandth.
+    fn is_above(&self, permille: u16) -> bool {
+        self.permille() > permille || permille == 0 && self.used_units + self.used_slots > 0
     }
 }

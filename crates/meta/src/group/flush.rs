@@ -9,7 +9,8 @@
 //! that the group knows of every record that may be on a disk, and kills it when the object is dropped.
 //!
 //! With [`OffloadTrigger::Put`], every object is written back after its put, for each disk in the order of the puts, and after
-//! a change of the master, when the inventory of its node's disk is complete. The queue is bounded: objects beyond it are
+//! a change of the master, when the inventory of its node's disk is complete. So is an object whose writer wants it on disks,
+//! one disk after the other, and again after a repair. Then its replicas have a disk each. The queue is bounded: objects beyond it are
 //! counted, and left to a flush or an eviction. While a disk accepts no writes, its objects wait.
 //!
 //! A write-back that the node cancels, because its disk was too slow for it, is repeated. Any other refusal is final, and so
@@ -213,9 +214,7 @@ impl Group {
 
     /// Handles a completed put.
     pub(super) fn note_stored(&mut self, at: RecordRef) {
-        if self.config.offload == OffloadTrigger::Put {
-            self.queue_write_back(at);
-        }
+        self.queue_write_back(at);
         if !self.write_backs.flushes.is_empty() {
             self.flush_stored(at);
         }
@@ -223,19 +222,18 @@ impl Group {
 
     /// Handles an object that a node reports in its memory: a preceding master may not have written it back.
     pub(super) fn note_reported(&mut self, at: RecordRef) {
-        if self.config.offload == OffloadTrigger::Put {
-            self.queue_write_back(at);
-        }
+        self.queue_write_back(at);
     }
 
-    /// Adds an object to the queue of write-backs, if its node has a disk for it.
-    fn queue_write_back(&mut self, at: RecordRef) {
+    /// Adds an object to the queue of write-backs, if it shall be on a further disk, and one of its nodes has one for it.
+    pub(super) fn queue_write_back(&mut self, at: RecordRef) {
         let record = *self.slab.get(at);
-        let mut locations =
-            (0..self.location_count(&record)).map(|position| self.location(&record, position));
-        let has_disk =
-            locations.any(|location| self.is_readable(location) && self.node_has_disk(location.segment));
-        if !has_disk || !self.is_offloadable(&record) || !self.is_admitted(&record) {
+        if !self.lacks_disk_copies(&record)
+            || self.disks_for_copy(&record).is_empty()
+            || !self.is_offloadable(&record)
+            // The writer's wish counts more than the configuration.
+            || !(self.disk_replicas(&record) > 0 || self.is_admitted(&record))
+        {
             return;
         }
         let bytes = record.object_len();
@@ -245,6 +243,50 @@ impl Group {
         }
         self.write_backs.queue.push_back((record.id(), bytes));
         self.write_backs.queued_bytes += bytes;
+    }
+
+    /// Number of disks on which the writer wants an object.
+    fn disk_replicas(&self, record: &Record) -> usize {
+        self.extensions.get(record.extension).map_or(0, |extension| extension.disk_replicas.into())
+    }
+
+    /// Whether an object shall be on more disks than it is.
+    fn lacks_disk_copies(&self, record: &Record) -> bool {
+        let for_all = usize::from(self.config.offload == OffloadTrigger::Put);
+        let wanted = self.disk_replicas(record).max(for_all);
+        wanted > 0 && self.copies_on_disk(record) < wanted
+    }
+
+    /// Number of disks that have the object: of the stripe that is on the fewest.
+    pub(super) fn copies_on_disk(&self, record: &Record) -> usize {
+        (0..self.stripes(record)).map(|stripe| self.disks_of_stripe(record, stripe)).min().unwrap_or(0)
+    }
+
+    pub(super) fn disks_of_stripe(&self, record: &Record, stripe: usize) -> usize {
+        let positions = (stripe..self.location_count(record)).step_by(self.stripes(record));
+        let locations = positions.map(|position| self.location(record, position));
+        locations.filter(|&at| self.is_readable(at) && self.segment(at.segment).is_disk()).count()
+    }
+
+    /// Whether the node of a location in memory has a disk, in any state, that does not have the stripe.
+    pub(super) fn disk_lacks(&self, record: &Record, stripe: usize, location: SlotLocation) -> bool {
+        let node = self.segment(location.segment).node;
+        self.node_has_disk(location.segment)
+            && !self.has_stripe(record, stripe, |segment| segment.is_disk() && segment.node == node)
+    }
+
+    /// Returns the disks to which the next copy of an object can be written: of the first stripe that is on the fewest.
+    fn disks_for_copy(&self, record: &Record) -> Vec<u32> {
+        let stripes = self.stripes(record);
+        let fewest = (0..stripes).min_by_key(|&stripe| self.disks_of_stripe(record, stripe)).unwrap_or(0);
+        let locations = (fewest..self.location_count(record))
+            .step_by(stripes)
+            .map(|position| self.location(record, position))
+            .filter(|&location| self.is_readable(location) && self.disk_lacks(record, fewest, location));
+        let disk_of = |location: SlotLocation| {
+            self.by_name.get(&(self.segment(location.segment).node, SegmentId::DISK)).copied()
+        };
+        locations.filter_map(disk_of).collect()
     }
 
     /// Adds an object that was stored during a flush: the scan may have passed its slot.
@@ -444,16 +486,21 @@ impl Group {
         left == 0
     }
 
-    /// Whether the disk of an object cannot take a write-back now, but later: it is reporting its records, accepts no
+    /// Whether no disk can take a write-back of an object now, but one can later: it is reporting its records, accepts no
     /// writes for a while, or has enough of them.
     fn awaits_disk(&self, id: ObjectId) -> bool {
         let Some(at) = self.find_id(id) else { return false };
-        let Some(node) = self.memory_node(self.slab.get(at)) else { return false };
-        let Some(&disk) = self.by_name.get(&(node, SegmentId::DISK)) else { return false };
-        let disk = self.segment(disk);
+        let disks = self.disks_for_copy(self.slab.get(at));
+        !disks.is_empty() && !disks.iter().any(|&disk| self.takes_write_backs(disk))
+    }
+
+    /// Whether a disk can take another write-back now.
+    pub(super) fn takes_write_backs(&self, disk: u32) -> bool {
         let (count, bytes) = self.write_back_limits();
-        let is_busy = self.write_backs.by_node.get(&node).is_some_and(|&of| of.0 >= count || of.1 >= bytes);
-        disk.phase == SegmentPhase::Reporting || !disk.accepts_offloads || is_busy
+        let disk = self.segment(disk);
+        let in_flight = self.write_backs.by_node.get(&disk.node);
+        let is_busy = in_flight.is_some_and(|&of| of.0 >= count || of.1 >= bytes);
+        disk.phase != SegmentPhase::Reporting && disk.accepts_offloads && !is_busy
     }
 
     /// Returns the first node that has an object in its memory.
@@ -499,11 +546,15 @@ impl Group {
         }
     }
 
-    /// Writes back an object after its put, unless it is gone, on disk or on its way there.
+    /// Writes back an object after its put, unless it is gone, on the disks or on its way to one.
     fn write_back_stored(&mut self, id: ObjectId, now: Now, effects: &mut Effects) {
         let Some(at) = self.find_id(id) else { return };
         let record = *self.slab.get(at);
-        if !self.needs_write_back(&record, now) || self.offloads.contains_key(&id) {
+        let is_wanted = !record.has(RecordFlag::Writing)
+            && !record.has(RecordFlag::OnDisk)
+            && !self.is_expired(&record, now)
+            && self.lacks_disk_copies(&record);
+        if !is_wanted || self.offloads.contains_key(&id) {
             return;
         }
         if !self.start_offload(at, OffloadPurpose::WriteBack { flush: None }, now, effects) {

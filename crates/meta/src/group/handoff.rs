@@ -31,6 +31,24 @@ pub struct GroupHandoff {
     pub disks_complete: bool,
     /// The next certain answer needs an exclusion first.
     pub exclusion_needed: bool,
+    /// Keys with which the sending master signed capabilities for nodes. The server around a group adds and uses them.
+    pub node_keys: Vec<NodeKey>,
+}
+
+/// Key of the capabilities for a node.
+#[derive(Clone, PartialEq, Eq)]
+pub struct NodeKey {
+    /// The node.
+    pub node: NodeId,
+    /// The key.
+    pub key: [u8; 32],
+}
+
+impl std::fmt::Debug for NodeKey {
+    /// Prints no byte of the key.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeKey").field("node", &self.node).finish_non_exhaustive()
+    }
 }
 
 /// A segment or disk that is expected to mount.
@@ -145,6 +163,7 @@ impl Group {
             segments_complete: now.mono >= self.unknown_nodes_until,
             disks_complete: now.mono >= self.disk_reports_until,
             exclusion_needed: self.exclusion_needed,
+            node_keys: vec![],
         }
     }
 
@@ -214,6 +233,13 @@ impl Group {
             locations.extend(replica.iter().map(|location| StripeLocation { replica: number, ..*location }));
         }
         (!locations.is_empty()).then_some(object)
+    }
+
+    /// Changes the pin of an object from the handoff.
+    pub(super) fn set_handoff_pin(&mut self, id: ObjectId, pin: PinClass) {
+        if let Some(object) = self.handoff.get_mut(&id) {
+            object.pin = pin;
+        }
     }
 
     /// Ends the use of a handoff object after a node has reported it. Returns its pin, if the version is the same.

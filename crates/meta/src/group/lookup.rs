@@ -143,6 +143,11 @@ impl Group {
 
     /// Changes an object's resistance to eviction.
     pub fn set_pin(&mut self, now: Now, lookup: &LookupKey<'_>, pin: PinClass) -> Result<(), ErrorCode> {
+        if self.find(lookup).is_none() && self.find_in_handoff(lookup, now, &mut vec![]).is_some() {
+            // No node has reported it yet. It keeps the class when one does.
+            self.set_handoff_pin(lookup.id, pin);
+            return Ok(());
+        }
         let at = self.find_complete(lookup, now)?;
         self.dequeue(at);
         self.slab.get_mut(at).set_pin(pin);

@@ -211,6 +211,7 @@ impl Group {
     /// Marks slots that were read since the last heartbeat, given as bits from `first_slot` on.
     pub fn touched(
         &mut self,
+        now: Now,
         (node, segment): (NodeId, SegmentId),
         generation: Generation,
         first_slot: u32,
@@ -234,6 +235,7 @@ impl Group {
             }
         }
         for &at in &read {
+            self.note_copy_read(at, node, now);
             let record = self.slab.get_mut(at);
             record.set(RecordFlag::Visited, true);
             if let Some(sketch) = &mut self.sketch {
@@ -300,6 +302,8 @@ impl Group {
     pub(super) fn withdraw(&mut self, index: u32) {
         let segment = self.segments[index as usize].as_mut().expect("withdrawn segment exists");
         let Some(at) = segment.candidate.take() else { return };
+        self.end_rebalance_of_segment(index);
+        let segment = self.segments[index as usize].as_mut().expect("withdrawn segment exists");
         self.sizes.remove(segment);
         self.candidates.swap_remove(at as usize);
         if let Some(moved) = self.candidates.get(at as usize) {

@@ -8,7 +8,7 @@ use moontide_types::limits::{
     OBJECT_BYTES_MAX, PAGE_BYTES, PAYLOAD_ALIGN, REPLICAS_MAX, STRIPES_MAX, UNIT_BYTES,
 };
 use moontide_types::record::{PinClass, RecordFlags, RecordLayout};
-use moontide_types::{Epoch, ErrorCode, Medium, NodeId, ObjectId, SegmentId, UnixMillis};
+use moontide_types::{Domain, Epoch, ErrorCode, Medium, NodeId, ObjectId, Place, Spread, UnixMillis};
 
 use super::Group;
 use super::exclusion::Certainty;
@@ -31,12 +31,10 @@ pub struct PutOptions {
     pub replicas_min: u8,
     /// Stripes per replica; `None` splits objects that are longer than the group's maximum stripe length.
     pub stripes: Option<u16>,
-    /// Node on the writer's host, tried first.
+    /// Places to try first, in order.
+    pub preferred: Vec<Place>,
+    /// Node on the writer's host, tried next.
     pub local_node: Option<NodeId>,
-    /// Segments to try next.
-    pub preferred_segments: Vec<(NodeId, SegmentId)>,
-    /// Nodes to try after them.
-    pub preferred_nodes: Vec<NodeId>,
     /// Replace a complete object of the same key.
     pub upsert: bool,
     /// The writer moves bytes one-sidedly.
@@ -56,9 +54,8 @@ impl Default for PutOptions {
             replicas: 1,
             replicas_min: 1,
             stripes: None,
+            preferred: vec![],
             local_node: None,
-            preferred_segments: vec![],
-            preferred_nodes: vec![],
             upsert: false,
             one_sided: false,
             digestless: false,
@@ -83,6 +80,11 @@ pub struct PutStart<'a> {
     pub attributes_len: u32,
     /// Resistance to eviction.
     pub pin: PinClass,
+    /// What the replicas must not share, besides their node.
+    pub spread: Option<Spread>,
+    /// Disks that shall have the object, besides memory. Best effort: of the nodes with the replicas, those with a disk write it
+    /// after the put.
+    pub disk_replicas: u8,
     /// Time at which the object expires, if the writer sets one; the earlier of this and the time to live counts.
     pub expires: Option<UnixMillis>,
     /// Label of objects that are leased and evicted together.
@@ -496,13 +498,14 @@ impl Group {
             Vec::with_capacity(usize::from(put.options.replicas) * plan.stripes);
         let mut sites: Vec<ReplicaSite> = vec![];
         let writer = put.options.local_node.and_then(|node| self.nodes.get(&node)).map(|node| node.topology);
-        let nodes_max = self.nodes_per_replica(put, plan);
+        let domains_max = self.domains_per_replica(put, plan);
         for replica in 0..usize::from(put.options.replicas) {
             let first = locations.len();
             for stripe in 0..plan.stripes {
                 let units = if stripe + 1 == plan.stripes { plan.last_units } else { plan.units };
                 let request = PlacementRequest { writer, replicas: &sites };
-                match self.place_stripe(put, &request, units, plan.align, (&locations[first..], nodes_max)) {
+                match self.place_stripe(put, &request, units, plan.align, (&locations[first..], domains_max))
+                {
                     Some(location) => locations.push(location),
                     None => {
                         self.unreserve(&locations[first..]);
@@ -520,8 +523,7 @@ impl Group {
                 break;
             }
             for location in &locations[first..] {
-                let segment = self.segment(location.segment);
-                let placed = ReplicaSite { node: segment.node, topology: segment.topology };
+                let placed = self.segment(location.segment).site();
                 // Stripes share nodes, and every further stripe scans this list.
                 if sites.iter().all(|site| site.node != placed.node) {
                     sites.push(placed);
@@ -531,63 +533,64 @@ impl Group {
         Ok(locations)
     }
 
-    /// Number of nodes that the stripes of one replica may use: replicas have no node in common, so the first must not
-    /// take all nodes.
-    fn nodes_per_replica(&self, put: &PutStart<'_>, plan: &StripePlan) -> usize {
+    /// Number of domains that the stripes of one replica may use: replicas have no domain in common, so the first must not
+    /// take all of them. A domain is a node, or a host, rack or zone.
+    fn domains_per_replica(&self, put: &PutStart<'_>, plan: &StripePlan) -> usize {
         if plan.stripes == 1 || put.options.replicas == 1 {
             return usize::MAX;
         }
-        let nodes = self.stripes_by_node(put, plan).len();
-        (nodes / usize::from(put.options.replicas)).max(1)
+        let domains = self.stripes_by_domain(put, plan).len();
+        (domains / usize::from(put.options.replicas)).max(1)
     }
 
-    /// Returns the nodes that could hold stripes if they were empty, with the number of stripes of each.
-    fn stripes_by_node(&self, put: &PutStart<'_>, plan: &StripePlan) -> Vec<(NodeId, usize)> {
-        let mut nodes: Vec<(NodeId, usize)> = vec![];
+    /// Returns the domains that could hold stripes if they were empty, with the number of stripes of each.
+    fn stripes_by_domain(&self, put: &PutStart<'_>, plan: &StripePlan) -> Vec<(Domain<u32>, usize)> {
+        let mut domains: Vec<(Domain<u32>, usize)> = vec![];
         for candidate in &self.candidates {
             let segment = self.segment(candidate.index);
             let held = if may_hold(segment, put) { plan.stripes_in(segment.units) } else { 0 };
             if held > 0 {
-                nodes.push((candidate.node, held));
+                domains.push((segment.site().domain(put.spread), held));
             }
         }
-        nodes.sort_unstable();
-        nodes.dedup_by(|next, sum| {
+        domains.sort_unstable();
+        domains.dedup_by(|next, sum| {
             let same = next.0 == sum.0;
             sum.1 += if same { next.1 } else { 0 };
             same
         });
-        nodes
+        domains
     }
 
-    /// Reserves a location for one stripe: a preferred segment, else one chosen by the strategy, else any. `own` are
-    /// the replica's other stripes, which use at most `nodes_max` nodes.
+    /// Reserves a location for one stripe: in a preferred place, else one chosen by the strategy, else any. `own` are
+    /// the replica's other stripes, which use at most `domains_max` domains.
     fn place_stripe(
         &mut self,
         put: &PutStart<'_>,
         request: &PlacementRequest<'_>,
         units: NonZeroU32,
         align: Align,
-        (own, nodes_max): (&[SlotLocation], usize),
+        (own, domains_max): (&[SlotLocation], usize),
     ) -> Option<SlotLocation> {
         let options = put.options;
-        let mut own_nodes: Vec<NodeId> = vec![];
-        if nodes_max < usize::MAX {
+        let mut own_domains: Vec<Domain<u32>> = vec![];
+        if domains_max < usize::MAX {
             for location in own {
-                let node = self.segment(location.segment).node;
-                if !own_nodes.contains(&node) {
-                    own_nodes.push(node);
+                let domain = self.segment(location.segment).site().domain(put.spread);
+                if !own_domains.contains(&domain) {
+                    own_domains.push(domain);
                 }
             }
         }
-        let only = (own_nodes.len() >= nodes_max).then_some(&own_nodes[..]);
+        let only = (own_domains.len() >= domains_max).then_some(&own_domains[..]);
         let mut preferred: Vec<u32> = vec![];
-        if let Some(node) = options.local_node.and_then(|node| self.nodes.get(&node)) {
-            preferred.extend(&node.segments);
-        }
-        preferred.extend(options.preferred_segments.iter().filter_map(|name| self.by_name.get(name)));
-        for node in options.preferred_nodes.iter().filter_map(|node| self.nodes.get(node)) {
-            preferred.extend(&node.segments);
+        for place in options.preferred.iter().copied().chain(options.local_node.map(Place::from)) {
+            match place.segment {
+                Some(segment) => preferred.extend(self.by_name.get(&(place.node, segment))),
+                None => {
+                    preferred.extend(self.nodes.get(&place.node).into_iter().flat_map(|node| &node.segments));
+                }
+            }
         }
         for index in preferred {
             if let Some(location) = self.try_segment(index, put, request, only, units, align) {
@@ -630,7 +633,7 @@ impl Group {
         index: u32,
         put: &PutStart<'_>,
         request: &PlacementRequest<'_>,
-        only: Option<&[NodeId]>,
+        only: Option<&[Domain<u32>]>,
         units: NonZeroU32,
         align: Align,
     ) -> Option<SlotLocation> {
@@ -638,8 +641,8 @@ impl Group {
         let allowed = segment.phase == SegmentPhase::Serving
             && may_hold(segment, put)
             && segment.free_units() >= units.get()
-            && request.replicas.iter().all(|other| other.node != segment.node)
-            && only.is_none_or(|only| only.contains(&segment.node));
+            && request.replicas.iter().all(|other| other.is_apart(&segment.site(), put.spread))
+            && only.is_none_or(|only| only.contains(&segment.site().domain(put.spread)));
         if !allowed {
             return None;
         }
@@ -650,26 +653,28 @@ impl Group {
     }
 
     /// Whether only free space was missing. A put that could not be placed in an empty group either (no segment accepts
-    /// new objects yet, too few nodes, too large a stripe or too many of them, no such medium) must not evict objects
+    /// new objects yet, too few domains, too large a stripe or too many of them, no such medium) must not evict objects
     /// in vain.
     fn space_would_help(&self, put: &PutStart<'_>, plan: &StripePlan) -> bool {
         let replicas = usize::from(put.options.replicas_min);
-        let mut nodes = self.stripes_by_node(put, plan);
-        if nodes.len() < replicas {
+        let mut domains = self.stripes_by_domain(put, plan);
+        if domains.len() < replicas {
             return false;
         }
-        // Assigns the nodes with most space first, `each` per replica: the last replica has the least.
-        nodes.sort_by_key(|&(_, stripes)| std::cmp::Reverse(stripes));
-        let each = self.nodes_per_replica(put, plan).min(nodes.len() / replicas);
+        // Assigns the domains with most space first, `each` per replica: the last replica has the least.
+        domains.sort_by_key(|&(_, stripes)| std::cmp::Reverse(stripes));
+        let each = self.domains_per_replica(put, plan).min(domains.len() / replicas);
         (0..replicas).all(|replica| {
-            let own = &nodes[replica * each..(replica + 1) * each];
+            let own = &domains[replica * each..(replica + 1) * each];
             let held: usize = own.iter().map(|(_, held)| held).sum();
             let last_fits = || {
-                let is_own = |node| replicas == 1 || own.iter().any(|&(own, _)| own == node);
-                let mut segments = self.candidates.iter().filter(|candidate| is_own(candidate.node));
-                segments.any(|candidate| {
-                    let segment = self.segment(candidate.index);
-                    may_hold(segment, put) && plan.last_fits_in(segment.units)
+                let is_own = |segment: &Segment| {
+                    let is_among = |domain| own.iter().any(|&(own, _)| own == domain);
+                    replicas == 1 || is_among(segment.site().domain(put.spread))
+                };
+                let mut segments = self.candidates.iter().map(|candidate| self.segment(candidate.index));
+                segments.any(|segment| {
+                    may_hold(segment, put) && is_own(segment) && plan.last_fits_in(segment.units)
                 })
             };
             held >= plan.stripes || (held >= plan.full_stripes() && last_fits())
@@ -677,7 +682,8 @@ impl Group {
     }
 
     /// Returns the length of an object that fits into empty memory with the options of this put, while one that is a byte longer
-    /// does not. `None`: none fits, e.g. because there are fewer nodes than replicas.
+    /// does not. `None`: none fits, e.g. because there are fewer nodes, or domains, than
+    /// replicas.
     pub fn largest_object(&self, put: &PutStart<'_>) -> Option<u64> {
         let (mut fitting, mut too_large) = (0, OBJECT_BYTES_MAX + 1);
         if !self.fits_into_empty_memory(put, fitting) {
@@ -700,10 +706,10 @@ impl Group {
     }
 
     /// Whether a put that does not fit into empty memory fails because of its size. Of several replicas only the sum of the
-    /// stripes counts: [`space_would_help`](Self::space_would_help) does not try all divisions of the nodes.
+    /// stripes counts: [`space_would_help`](Self::space_would_help) does not try all divisions of the domains.
     fn never_fits(&self, put: &PutStart<'_>, plan: &StripePlan) -> bool {
         let replicas = usize::from(put.options.replicas_min);
-        let held: usize = self.stripes_by_node(put, plan).iter().map(|(_, held)| held).sum();
+        let held: usize = self.stripes_by_domain(put, plan).iter().map(|(_, held)| held).sum();
         (replicas == 1 || held < replicas * plan.full_stripes()) && self.fits_into_empty_memory(put, 0)
     }
 
@@ -748,7 +754,11 @@ impl Group {
         let ttl = (put.options.ttl_ms > 0).then(|| UnixMillis(now.unix.0.saturating_add(put.options.ttl_ms)));
         let expires = [ttl, put.expires].into_iter().flatten().min();
         let extra_replicas = put.options.replicas.saturating_sub(1);
-        let is_plain = expires.is_none() && put.cohort.is_none() && put.parent.is_none();
+        let is_plain = expires.is_none()
+            && put.cohort.is_none()
+            && put.parent.is_none()
+            && put.spread.is_none()
+            && put.disk_replicas == 0;
         if locations.len() > 1 || extra_replicas > 0 || !is_plain {
             let cohort = put.cohort.map_or(NONE, |label| self.cohorts.join(tenant, label, object.id));
             record.extension = self.extensions.add(RecordExtension {
@@ -763,6 +773,8 @@ impl Group {
                 cohort,
                 parent: put.parent.map(Into::into),
                 extra_replicas,
+                spread: put.spread,
+                disk_replicas: put.disk_replicas,
             });
         }
         let added = self.add_object(&record, object.key.as_bytes());

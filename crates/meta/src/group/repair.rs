@@ -7,7 +7,7 @@
 //! it from the reports of the nodes.
 //!
 //! Sources are locations in memory. A replica counts wherever it is readable; several locations on one node, in memory and
-//! on its disk, are one replica.
+//! on its disk, are one replica. So are those in one rack, if the writer wants them in several.
 //!
 //! [`GroupConfig::repair_delay`]: super::GroupConfig::repair_delay
 
@@ -16,14 +16,14 @@ use std::collections::BinaryHeap;
 use std::time::Duration;
 
 use moontide_types::limits::UNIT_BYTES;
-use moontide_types::{Medium, MonoTime, NodeId};
+use moontide_types::{Domain, Medium, MonoTime, Spread};
 
 use super::Group;
-use super::copies::{CANDIDATES_MAX, NotStarted, REFILL_MAX, TRIES_PER_COPY};
+use super::copies::{CANDIDATES_MAX, CopyTargets, NotStarted, REFILL_MAX, TRIES_PER_COPY};
 use super::flush::Candidate;
 use crate::effect::{CopyPurpose, Effects};
 use crate::ids::RecordRef;
-use crate::record::{Record, RecordFlag};
+use crate::record::{Record, RecordFlag, SlotLocation};
 use crate::segment::{Segment, SegmentPhase};
 use crate::time::Now;
 
@@ -185,7 +185,7 @@ impl Group {
         let (stripes, wanted) = (self.stripes(&record), 1 + self.extra_replicas(&record));
         let mut started = 0;
         for stripe in 0..stripes {
-            if self.nodes_of_stripe(&record, stripe) >= wanted {
+            if self.domains_of_stripe(&record, stripe) >= wanted {
                 continue;
             }
             let source = (stripe..self.location_count(&record)).step_by(stripes).find(|&position| {
@@ -194,7 +194,7 @@ impl Group {
             });
             // If it is on disks only, a promotion brings it back to memory first.
             let source = source.ok_or(NotStarted::Unsuitable)?;
-            match self.start_copy(at, source, CopyPurpose::Repair, effects) {
+            match self.start_copy(at, source, CopyPurpose::Repair, CopyTargets::Any, effects) {
                 Ok(()) => started += 1,
                 Err(_) if started > 0 => self.repairs.set_aside += 1,
                 Err(reason) => return Err(reason),
@@ -213,6 +213,7 @@ impl Group {
             let candidate = Candidate::new(record);
             self.repairs.candidates.push((Reverse(left), candidate));
         }
+        self.queue_write_back(at); // a copy on a disk may be lost, too
     }
 
     /// Continues after the end of a copy.
@@ -221,25 +222,36 @@ impl Group {
     }
 
     /// Number of replicas that the writer asked for, besides the first.
-    fn extra_replicas(&self, record: &Record) -> usize {
+    pub(super) fn extra_replicas(&self, record: &Record) -> usize {
         self.extensions.get(record.extension).map_or(0, |extension| extension.extra_replicas.into())
     }
 
-    /// Number of complete replicas on different nodes: of the stripe that has the fewest.
+    /// Number of complete replicas on different nodes, or apart as the writer asked for: of the stripe that has the fewest.
     fn replicas_left(&self, record: &Record) -> usize {
-        (0..self.stripes(record)).map(|stripe| self.nodes_of_stripe(record, stripe)).min().unwrap_or(0)
+        (0..self.stripes(record)).map(|stripe| self.domains_of_stripe(record, stripe)).min().unwrap_or(0)
     }
 
-    /// Number of nodes with a readable location of a stripe.
-    fn nodes_of_stripe(&self, record: &Record, stripe: usize) -> usize {
-        let mut nodes: Vec<NodeId> = (stripe..self.location_count(record))
+    /// Number of nodes with a readable location of a stripe, or of the hosts, racks or zones in which they are.
+    fn domains_of_stripe(&self, record: &Record, stripe: usize) -> usize {
+        let locations = (stripe..self.location_count(record))
             .step_by(self.stripes(record))
             .map(|position| self.location(record, position))
-            .filter(|&location| self.is_readable(location))
-            .map(|location| self.segment(location.segment).node)
-            .collect();
-        nodes.sort_unstable();
-        nodes.dedup();
-        nodes.len()
+            .filter(|&location| self.is_readable(location));
+        self.domains_of(record, locations)
+    }
+
+    /// Number of different parts of the cluster in which these locations of an object are.
+    pub(super) fn domains_of(&self, record: &Record, locations: impl Iterator<Item = SlotLocation>) -> usize {
+        let spread = self.spread(record);
+        let mut domains: Vec<Domain<u32>> =
+            locations.map(|location| self.segment(location.segment).site().domain(spread)).collect();
+        domains.sort_unstable();
+        domains.dedup();
+        domains.len()
+    }
+
+    /// What the replicas of an object must not share, besides their node.
+    pub(super) fn spread(&self, record: &Record) -> Option<Spread> {
+        self.extensions.get(record.extension).and_then(|extension| extension.spread)
     }
 }

@@ -20,7 +20,7 @@ use std::time::Duration;
 use moontide_types::limits::{REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::record::{PinClass, object_root};
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, NodeId, ObjectId, SegmentId, SlotId, Term, UnixMillis,
+    Epoch, ErrorCode, Extent, Generation, NodeId, ObjectId, SegmentId, SlotId, Spread, Term, UnixMillis,
 };
 
 use super::view::{StripeRange, stripe_of};
@@ -87,6 +87,10 @@ pub struct ReportRecord<'a> {
     pub parent: Option<&'a [u8]>,
     /// Replicas that the writer asked for, besides the first.
     pub extra_replicas: u8,
+    /// What the replicas must not share, besides their node.
+    pub spread: Option<Spread>,
+    /// Disks that shall have the object, besides memory.
+    pub disk_replicas: u8,
 }
 
 impl ReportRecord<'_> {
@@ -460,7 +464,11 @@ impl Group {
         let mut locations = vec![SlotLocation::LOST; stripes];
         locations[stripe] = location;
         record.set_location(locations[0]);
-        let is_plain = new.expires.is_none() && new.cohort.is_none() && new.parent.is_none();
+        let is_plain = new.expires.is_none()
+            && new.cohort.is_none()
+            && new.parent.is_none()
+            && new.spread.is_none()
+            && new.disk_replicas == 0;
         if stripes > 1 || new.extra_replicas > 0 || !is_plain {
             let cohort = new.cohort.map_or(NONE, |label| self.cohorts.join(new.tenant, label, new.id));
             record.extension = self.extensions.add(RecordExtension {
@@ -475,6 +483,8 @@ impl Group {
                 cohort,
                 parent: new.parent.map(Into::into),
                 extra_replicas: new.extra_replicas,
+                spread: new.spread,
+                disk_replicas: new.disk_replicas,
             });
         }
         let at = self.add_object(&record, new.key)?;
@@ -554,6 +564,7 @@ impl Group {
         if complete {
             self.stripe_returned(at);
             self.locations_changed(at);
+            self.note_surplus(at, now.mono);
             if new.touched {
                 self.slab.get_mut(at).set(RecordFlag::Visited, true);
             }

@@ -47,6 +47,8 @@ pub struct GroupStats {
     pub copied_bytes: u64,
     /// Copies that nodes refused.
     pub copies_failed: u64,
+    /// Replicas of objects that were released because they were not read, and the writer had not asked for them.
+    pub copies_released: u64,
     /// Objects that nodes found on their disks after a start.
     pub recovered_objects: u64,
     /// Records evicted from a full disk.

@@ -29,11 +29,11 @@ pub struct TickBudget {
     pub warmed_slots: usize,
     /// Objects written back.
     pub write_backs: usize,
-    /// Slots scanned for records that move to other segments.
+    /// Slots scanned for records that move to other segments: for drains, and again for the balance of the nodes.
     pub drained_slots: usize,
     /// Objects scanned for missing replicas.
     pub repair_objects: usize,
-    /// Records whose copy is commanded, for repairs and again for drains.
+    /// Records whose copy is commanded, for each reason of a copy.
     pub copies: usize,
 }
 
@@ -75,6 +75,8 @@ impl Group {
         let jobs = self.step_jobs(now, budget.job_objects, effects) >= budget.job_objects;
         let repaired = self.step_repairs(now, budget.repair_objects, budget.copies, effects);
         let copied = self.step_drains(now, budget.drained_slots, budget.copies, effects);
+        self.step_hot_objects(now, effects);
+        let balanced = self.step_rebalance(now, budget.drained_slots, budget.copies, effects);
         let evicted =
             self.evict_to_watermark(now, budget.evictions, effects).objects as usize >= budget.evictions;
         let flushed = self.step_flushes(now, budget.flushed_slots, budget.write_backs, effects);
@@ -87,6 +89,7 @@ impl Group {
             || evicted
             || copied
             || repaired
+            || balanced
             || flushed
             || warmed
     }

@@ -52,9 +52,10 @@ pub(crate) struct GroupHarness {
     pub(crate) removed: Vec<(WaiterId, Option<ErrorCode>)>,
 }
 
-/// With watermarks that leave several objects of a small segment between them.
+/// With watermarks that leave several objects of a small segment between them, and without moves for the balance of the nodes.
 pub(crate) fn config(term: u32) -> GroupConfig {
     GroupConfig {
+        rebalance_bytes_per_s: 0,
         eviction_high_watermark_permille: 950,
         eviction_low_watermark_permille: 900,
         ..GroupConfig::new(GroupId(0), NonZeroU16::new(1).unwrap(), Term::new(term).unwrap())
@@ -247,6 +248,8 @@ impl GroupHarness {
             cohort: None,
             parent: None,
             extra_replicas: 0,
+            spread: None,
+            disk_replicas: 0,
         }
     }
 
@@ -293,20 +296,31 @@ impl GroupHarness {
         pin: PinClass,
         cohort: Option<&str>,
     ) -> Result<Epoch, ErrorCode> {
-        let put = PutStart {
+        let cohort = cohort.map(str::as_bytes);
+        self.start_put(key, &PutStart { pin, cohort, ..self.put_start(key, len, options) })
+    }
+
+    /// The start of a put without attributes.
+    pub(crate) fn put_start<'a>(&self, key: &'a str, len: u64, options: &'a PutOptions) -> PutStart<'a> {
+        PutStart {
             object: lookup_key(key),
             tenant: self.tenant,
             caller: 7,
             object_len: len,
             attributes_len: 0,
-            pin,
+            pin: PinClass::None,
+            spread: None,
+            disk_replicas: 0,
             expires: None,
-            cohort: cohort.map(str::as_bytes),
+            cohort: None,
             parent: None,
             options,
-        };
+        }
+    }
+
+    pub(crate) fn start_put(&mut self, key: &str, put: &PutStart<'_>) -> Result<Epoch, ErrorCode> {
         self.names.insert(id(key), key.into());
-        let started = self.group.put_start(self.now, &put, &mut self.effects);
+        let started = self.group.put_start(self.now, put, &mut self.effects);
         let epoch = started.map(|reservation| reservation.object.epoch);
         self.settle();
         epoch
@@ -362,6 +376,13 @@ impl GroupHarness {
         });
         self.settle();
         response
+    }
+
+    /// Node and segment of each location of an object, in the group's order.
+    pub(crate) fn locations(&self, key: &str) -> Vec<(NodeId, SegmentId)> {
+        let detail = self.group.query(self.now, &lookup_key(key));
+        let locations = detail.map_or(vec![], |detail| detail.locations);
+        locations.iter().map(|location| (location.node, location.segment)).collect()
     }
 
     pub(crate) fn exists(&mut self, key: &str) -> bool {
@@ -425,6 +446,8 @@ pub(crate) fn reported(
         cohort: None,
         parent: None,
         extra_replicas: 0,
+        spread: None,
+        disk_replicas: 0,
     }
 }
 

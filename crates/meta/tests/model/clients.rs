@@ -9,11 +9,12 @@ use moontide_meta::{
 };
 use moontide_types::limits::LEASE_MS_MAX;
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ErrorCode, Key, Medium, SegmentId};
+use moontide_types::{Epoch, ErrorCode, Key, Medium, Place, SegmentId, Spread};
 
 use crate::command::Put;
 use crate::harness::{
-    Check, KEYS, Lease, MayEnd, ModelHarness, PutModel, ensure, id_of, is_one_sided, key_of, tenant_of,
+    Check, KEYS, Lease, MayEnd, ModelHarness, PutModel, ensure, id_of, is_one_sided, key_of, rack_of,
+    tenant_of,
 };
 use crate::node::RecordModel;
 
@@ -27,19 +28,22 @@ impl ModelHarness {
         let before = self.group.query(self.now, &lookup);
         let used_before = crate::check::usage(self, tenant)?;
         let node = |number: Option<u8>| number.map(|number| self.nodes[usize::from(number)].id);
+        // The first segment of the node, then any other one.
+        let preferred = node(put.preferred)
+            .map_or(vec![], |node| vec![Place { node, segment: Some(SegmentId(0)) }, Place::from(node)]);
         let options = PutOptions {
             replicas: put.replicas,
             replicas_min: put.replicas_min,
             stripes: put.stripes,
             local_node: node(put.local),
-            preferred_nodes: node(put.preferred).into_iter().collect(),
-            preferred_segments: node(put.preferred).into_iter().map(|node| (node, SegmentId(0))).collect(),
+            preferred,
             upsert: put.upsert,
             one_sided: put.one_sided,
             ttl_ms: put.ttl_ms,
             ..PutOptions::default()
         };
         let pin = PinClass::from_number(put.pin).unwrap();
+        let spread = Spread::from_number(put.spread);
         let cohort = put.cohort.map(|cohort| vec![b'c', cohort]);
         let parent = put.parent.then(|| vec![7; 32]);
         let start = PutStart {
@@ -49,6 +53,8 @@ impl ModelHarness {
             object_len: put.len,
             attributes_len: 16,
             pin,
+            spread,
+            disk_replicas: put.disk_replicas,
             expires: None,
             cohort: cohort.as_deref(),
             parent: parent.as_deref(),
@@ -91,8 +97,14 @@ impl ModelHarness {
         for (at, location) in locations.iter().enumerate() {
             let others = locations.iter().enumerate().filter(|(other, _)| other / stripes != at / stripes);
             ensure!(
-                others.into_iter().all(|(_, other)| other.node != location.node),
+                others.clone().all(|(_, other)| other.node != location.node),
                 "two replicas on node {}",
+                location.node
+            );
+            ensure!(
+                spread.is_none()
+                    || others.into_iter().all(|(_, other)| rack_of(other.node) != rack_of(location.node)),
+                "two replicas in the rack of node {}",
                 location.node
             );
             crate::check::may_be_granted(self, location)?;
@@ -118,6 +130,8 @@ impl ModelHarness {
             cohort,
             parent,
             extra_replicas: put.replicas - 1,
+            spread,
+            disk_replicas: put.disk_replicas,
             acked: false,
             seen: false,
             upsert: put.upsert,
@@ -168,6 +182,8 @@ impl ModelHarness {
             cohort: put.cohort.clone(),
             parent: put.parent.clone(),
             extra_replicas: put.extra_replicas,
+            spread: put.spread,
+            disk_replicas: put.disk_replicas,
         };
         // A refusal is not an error of the group: the reservation may be over.
         let _begun = segment.begin(&location, put.epoch, record);

@@ -9,7 +9,7 @@ use moontide_meta::{
 use moontide_types::record::PinClass;
 use moontide_types::{ErrorCode, Extent, Key, Medium, ObjectId, SessionId, SlotId, Tenant, Term};
 
-use crate::harness::{Check, MayEnd, ModelHarness, TENANTS, config, ensure, is_one_sided};
+use crate::harness::{Check, MayEnd, ModelHarness, TENANTS, config, ensure, is_one_sided, rack_of};
 use crate::node::MountModel;
 
 impl ModelHarness {
@@ -71,6 +71,8 @@ impl ModelHarness {
                 cohort: record.and_then(|record| record.cohort.as_deref()),
                 parent: record.and_then(|record| record.parent.as_deref()),
                 extra_replicas: record.map_or(0, |record| record.extra_replicas),
+                spread: record.and_then(|record| record.spread),
+                disk_replicas: record.map_or(0, |record| record.disk_replicas),
             }
         });
         let records: Vec<_> = records.collect();
@@ -195,7 +197,7 @@ impl ModelHarness {
                 medium: Medium::Memory,
                 units: segment.units,
                 slots: segment.words.len() as u32,
-                labels: ["", ["rack-a", "rack-b"][node.id.0 as usize % 2], "zone"],
+                labels: ["", rack_of(node.id), "zone"],
                 tenant: None,
                 term,
                 has_records: occupied,

@@ -4,6 +4,7 @@
 //! So a sequence stays meaningful after any of its commands is removed, which makes shrinking work.
 
 use moontide_meta::DrainMode;
+use moontide_types::Spread;
 use proptest::prelude::*;
 
 /// Parameters of a put.
@@ -23,6 +24,9 @@ pub(crate) struct Put {
     pub(crate) caller: u8,
     pub(crate) local: Option<u8>,
     pub(crate) preferred: Option<u8>,
+    /// Number of a spread; 0 for none.
+    pub(crate) spread: u8,
+    pub(crate) disk_replicas: u8,
 }
 
 /// One step. Indices are taken modulo the existing count; an index of puts counts from the newest.
@@ -193,6 +197,11 @@ pub(crate) enum Command {
     Undrain {
         segment: u8,
     },
+    /// The processes of a node's host read much of an object.
+    RemoteReads {
+        key: u8,
+        reader: u8,
+    },
     /// A node makes the next copy that it was commanded to make.
     Copy {
         node: u8,
@@ -249,11 +258,13 @@ fn put() -> impl Strategy<Value = Put> {
         0u8..3,
         prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
         prop_oneof![3 => Just(None), 1 => (0u8..4).prop_map(Some)],
+        prop_oneof![3 => Just(0u8), 1 => Just(Spread::Rack.number())],
+        prop_oneof![4 => Just(0u8), 1 => 1u8..=2],
     );
     (layout, options, origin).prop_map(|(layout, options, origin)| {
         let (key, len, replicas, min, stripes) = layout;
         let (upsert, one_sided, ttl_ms, pin, cohort, parent) = options;
-        let (caller, local, preferred) = origin;
+        let (caller, local, preferred, spread, disk_replicas) = origin;
         let replicas_min = min.min(replicas);
         Put {
             key,
@@ -270,6 +281,8 @@ fn put() -> impl Strategy<Value = Put> {
             caller,
             local,
             preferred,
+            spread,
+            disk_replicas: disk_replicas.min(replicas),
         }
     })
 }
@@ -300,6 +313,7 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => key().prop_map(|key| Command::Exist { key }),
         1 => (key(), lease_ms()).prop_map(|(key, lease_ms)| Command::Touch { key, lease_ms }),
         1 => (key(), 0u8..3).prop_map(|(key, pin)| Command::SetPin { key, pin }),
+        2 => (key(), 0u8..4).prop_map(|(key, reader)| Command::RemoteReads { key, reader }),
         5 => (key(), any::<bool>()).prop_map(|(key, force)| Command::Remove { key, force }),
         1 => (0u8..2, 0u8..3, any::<bool>()).prop_map(|(tenant, kind, force)| Command::Job { tenant, kind, force }),
     ];
@@ -353,8 +367,10 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
     let node = || prop::sample::select(vec![0u8, 2, 3]);
     let few = || prop_oneof![2 => Just(1u8), 1 => Just(u8::MAX)];
     // Short objects and hardly any pressure: an object is on disk only because a command moved it there.
-    let small = (key(), any::<bool>(), prop_oneof![3 => Just(None), 2 => node().prop_map(Some)], 1u8..3)
-        .prop_map(|(key, upsert, local, replicas)| Put {
+    let disk_replicas = prop_oneof![2 => Just(0u8), 1 => 1u8..3];
+    let local = prop_oneof![3 => Just(None), 2 => node().prop_map(Some)];
+    let small = (key(), any::<bool>(), local, 1u8..3, disk_replicas).prop_map(
+        |(key, upsert, local, replicas, disk_replicas)| Put {
             key,
             len: 700,
             replicas,
@@ -369,7 +385,10 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
             caller: 1,
             local,
             preferred: None,
-        });
+            spread: 0,
+            disk_replicas: disk_replicas.min(replicas),
+        },
+    );
     let striped = (key(), 1u8..3).prop_map(|(key, replicas)| Put {
         key,
         len: 300 << 10,
@@ -385,6 +404,8 @@ pub(crate) fn disk_command() -> impl Strategy<Value = Command> {
         caller: 1,
         local: None,
         preferred: None,
+        spread: 0,
+        disk_replicas: 0,
     });
     let disk = prop_oneof![
         10 => small.prop_map(Command::PutWhole),

@@ -1,12 +1,12 @@
 //! Copies of records between nodes: what the nodes do, and what the group must make of it.
 
 use moontide_meta::{
-    CommandKind, CommandOutcome, CopyPurpose, CopySource, LookupKey, NodeCommand, ReportState,
+    CommandKind, CommandOutcome, CopySource, LookupKey, NodeCommand, RemoteReads, ReportState,
     StripeLocation, StripeRange,
 };
 use moontide_types::{ErrorCode, Extent, Key, Medium, NodeId, SegmentId, SlotId};
 
-use crate::harness::{Check, ModelHarness, ensure, key_of};
+use crate::harness::{Check, ModelHarness, ensure, id_of, key_of};
 use crate::node::RecordModel;
 
 impl ModelHarness {
@@ -100,7 +100,7 @@ impl ModelHarness {
         let is_there = self.finds(command).into_iter().flatten().any(|found| {
             let is_source =
                 (found.node, found.segment, found.slot) == (source.node, source.segment, source.slot);
-            let is_replaced = is_source && purpose == CopyPurpose::Drain;
+            let is_replaced = is_source && purpose.is_move();
             found.node == self.nodes[node].id
                 && found.medium == Medium::Memory
                 && found.stripe.index == stripe
@@ -109,14 +109,35 @@ impl ModelHarness {
         outcome == CommandOutcome::Done && !is_killed && !is_there
     }
 
-    fn finds(&self, command: &NodeCommand) -> Option<Vec<StripeLocation>> {
+    /// A host reads much of an object: the group may copy it to the node there.
+    pub(crate) fn remote_reads(&mut self, key: u8, reader: u8) {
+        let bytes = key_of(key);
+        let lookup = LookupKey { id: id_of(key), key: Key::new(&bytes).unwrap() };
+        let Some(detail) = self.group.query(self.now, &lookup) else { return };
+        let Some(location) = detail.locations.iter().find(|location| location.medium == Medium::Memory)
+        else {
+            return;
+        };
+        let reads = RemoteReads {
+            segment: location.segment,
+            generation: location.generation,
+            slot: location.slot,
+            epoch: detail.epoch,
+            reader: self.nodes[usize::from(reader) % self.nodes.len()].id,
+            bytes: 1 << 30,
+        };
+        let node = location.node;
+        self.group.remote_reads(self.now, node, &reads, &mut self.effects);
+    }
+
+    pub(crate) fn finds(&self, command: &NodeCommand) -> Option<Vec<StripeLocation>> {
         let bytes = key_of(command.id.0[0] - 1);
         let lookup = LookupKey { id: command.id, key: Key::new(&bytes).unwrap() };
         let detail = self.group.query(self.now, &lookup)?;
         (detail.epoch == command.epoch && !detail.writing).then_some(detail.locations)
     }
 
-    /// Checks that a copy is a location of its object now, and that the source of a drain is not.
+    /// Checks that a copy is a location of its object now, and that the source of a move is not.
     pub(crate) fn copy_added_location(&mut self, node: usize, command: &NodeCommand) -> Check {
         let CommandKind::Copy { source, purpose, .. } = command.kind else {
             unreachable!("only called for copies")
@@ -128,7 +149,7 @@ impl ModelHarness {
         };
         let target = at((self.nodes[node].id, command.segment, command.slot));
         ensure!(target.is_some() || found.is_none(), "{command:?} is done, and not a location: {found:?}");
-        if source.medium == Medium::Memory && purpose == CopyPurpose::Drain {
+        if source.medium == Medium::Memory && purpose.is_move() {
             let left = at((source.node, source.segment, source.slot));
             ensure!(left.is_none(), "source of {command:?} is still a location");
             let from = self.nodes.iter().position(|node| node.id == source.node).expect("node exists");
@@ -148,9 +169,9 @@ impl ModelHarness {
         let CommandKind::Copy { stripe, .. } = command.kind else { unreachable!("checked above") };
         let is_replaced = |location: &StripeLocation| {
             let name = (location.node, location.segment, location.slot);
-            match purpose {
-                CopyPurpose::Drain => name == (source.node, source.segment, source.slot),
-                CopyPurpose::Repair => location.stripe.index == stripe && !is_found(name),
+            match purpose.is_move() {
+                true => name == (source.node, source.segment, source.slot),
+                false => location.stripe.index == stripe && !is_found(name),
             }
         };
         for put in self.puts.iter_mut().filter(|put| put.epoch == command.epoch) {

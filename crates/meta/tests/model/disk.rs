@@ -11,7 +11,7 @@ use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, Key, Medium, NodeId, ObjectId, SegmentId, SlotId,
 };
 
-use crate::harness::{Check, KEYS, MayEnd, ModelHarness, ensure, id_of, key_of};
+use crate::harness::{Check, KEYS, MayEnd, ModelHarness, ensure, id_of, key_of, rack_of};
 use crate::node::{NodeModel, RecordModel, Word};
 
 /// Object, version and stripe.
@@ -215,7 +215,7 @@ impl ModelHarness {
             node: *id,
             session,
             generation: Generation(1),
-            labels: ["", ["rack-a", "rack-b"][id.0 as usize % 2], "zone"],
+            labels: ["", rack_of(*id), "zone"],
             occupied,
             synced,
         };
@@ -272,6 +272,8 @@ impl ModelHarness {
                 cohort: record.cohort.as_deref(),
                 parent: record.parent.as_deref(),
                 extra_replicas: record.extra_replicas,
+                spread: record.spread,
+                disk_replicas: record.disk_replicas,
             };
             let response =
                 self.group.disk_notice(self.now, node_session, (&notice, 16), found, &mut self.effects);

@@ -14,8 +14,8 @@ use moontide_meta::{
 use moontide_types::limits::UNIT_BYTES;
 use moontide_types::record::{PinClass, object_root};
 use moontide_types::{
-    Epoch, Extent, Generation, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, SlotId, Term,
-    UnixMillis,
+    Epoch, Extent, Generation, GroupId, MonoTime, NodeId, ObjectId, SegmentId, SessionId, SlotId, Spread,
+    Term, UnixMillis,
 };
 
 use crate::command::Command;
@@ -65,6 +65,8 @@ pub(crate) struct PutModel {
     pub(crate) cohort: Option<Vec<u8>>,
     pub(crate) parent: Option<Vec<u8>>,
     pub(crate) extra_replicas: u8,
+    pub(crate) spread: Option<Spread>,
+    pub(crate) disk_replicas: u8,
     /// It replaces an existing version.
     pub(crate) upsert: bool,
     /// The PutEnd was acknowledged.
@@ -132,6 +134,11 @@ pub(crate) struct ModelHarness {
     pub(crate) sessions: u64,
     pub(crate) effects: Effects,
     pub(crate) watcher: Watcher,
+}
+
+/// Label of a node.
+pub(crate) fn rack_of(node: NodeId) -> &'static str {
+    ["rack-a", "rack-b"][node.0 as usize % 2]
 }
 
 pub(crate) fn id_of(key: u8) -> ObjectId {
@@ -384,6 +391,10 @@ impl ModelHarness {
                 let _undrained = self.group.undrain(self.now, node, segment);
                 Ok(())
             }
+            Command::RemoteReads { key, reader } => {
+                self.remote_reads(key % KEYS, reader);
+                Ok(())
+            }
             Command::Copy { node } => self.copy_next(node.into()).map(|_| ()),
             Command::Unmount { segment } => self.unmount(segment.into()),
             Command::Lose { node } => {
@@ -551,6 +562,9 @@ impl ModelHarness {
         }
         let (_, at) = self.position(self.nodes[node].id, command.segment);
         let now = self.now;
+        // One replica of several, which was not read.
+        let is_surplus = matches!(self.may_end, MayEnd::Any)
+            && self.finds(&command).is_some_and(|locations| !locations.is_empty());
         let segment = &mut self.nodes[node].segments[at];
         let mount = segment.mount.as_mut().ok_or_else(|| format!("{command:?} for an unmounted segment"))?;
         if command.kind == CommandKind::Reclaim {
@@ -584,7 +598,11 @@ impl ModelHarness {
                         || self.replaced.contains_key(&key)
                 }
             };
-            ensure!(allowed || is_replaced, "{command:?} against a complete object: {:?}", self.may_end);
+            ensure!(
+                allowed || is_replaced || is_surplus,
+                "{command:?} against a complete object: {:?}",
+                self.may_end
+            );
         }
         self.nodes[node].commands.push_back(command);
         Ok(())

@@ -10,7 +10,8 @@ use moontide_meta::{
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
-    Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Term, UnixMillis,
+    Epoch, ErrorCode, Extent, Generation, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Spread, Term,
+    UnixMillis,
 };
 
 use crate::disk::DiskModel;
@@ -31,6 +32,8 @@ pub(crate) struct RecordModel {
     pub(crate) cohort: Option<Vec<u8>>,
     pub(crate) parent: Option<Vec<u8>>,
     pub(crate) extra_replicas: u8,
+    pub(crate) spread: Option<Spread>,
+    pub(crate) disk_replicas: u8,
 }
 
 /// Word of a slot, with its holders.

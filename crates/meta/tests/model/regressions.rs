@@ -24,6 +24,8 @@ fn put(key: u8) -> Put {
         caller: 0,
         local: None,
         preferred: None,
+        spread: 0,
+        disk_replicas: 0,
     }
 }
 

@@ -1,9 +1,13 @@
 //! Copies between the memory of two nodes, with kills, ends of sessions and damaged bytes at every step.
 
 use std::fmt;
+use std::num::NonZeroU16;
 
 use moontide_heap::{Grant, HugePages, NodePin, PayloadWriter, RecordSpec};
-use moontide_proto::{Capability, CommandKind, CommandStatus, CopyPurpose, NodeCommand};
+use moontide_proto::{
+    AccessRight, Capability, CapabilityKey, CapabilityScope, CommandKind, CommandStatus, CopyPurpose,
+    NodeCommand,
+};
 use moontide_rt::sync::mpsc;
 use moontide_rt::{SplitMix64, with_mutation};
 use moontide_transfer::{CarriedEngine, CarriedRequest, Carrier, EngineKind, Metrics, Owner, PeerIdentity};
@@ -14,6 +18,7 @@ use moontide_types::{
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
+use crate::capabilities::CapabilityKeys;
 use crate::event_router::NodeEvent;
 use crate::executor::{CommandExecutor, ExecutorTask};
 use crate::logic::groups::GroupSet;
@@ -31,6 +36,7 @@ const FROM: SlotId = SlotId(3);
 const INTO: SlotId = SlotId(6);
 const ID: ObjectId = ObjectId([7; 16]);
 const KEY: &[u8] = b"the key";
+const GROUPS: NonZeroU16 = NonZeroU16::MIN;
 
 fn term() -> Term {
     Term::new(3).unwrap()
@@ -138,10 +144,13 @@ impl Harness {
         let source_memory = memory(SOURCE);
         let (sender, _) = unbounded_channel();
         let (tasks, _) = mpsc::channel();
+        let capabilities = CapabilityKeys::new(GROUPS, CapabilityKey::new([1; 32]));
+        capabilities.hold(term(), &key_of_source(), &GroupSet::all(GROUPS));
         let owner = NodeOwner::new(
             SOURCE,
             Arc::clone(&source_memory),
             None,
+            Arc::new(capabilities),
             Arc::default(),
             EventRouter::single(sender),
             tasks,
@@ -157,7 +166,7 @@ impl Harness {
         router.set_session(&route, SESSION);
         let copier =
             Arc::new(Copier::new(Arc::clone(&memory), Arc::clone(&router), Arc::default(), engines, 0));
-        copier.learn(vec![(SessionId(77), peer())]);
+        copier.learn(vec![(77, peer())]);
         let mut executor = CommandExecutor::new(
             Arc::clone(&memory),
             None,
@@ -229,12 +238,26 @@ fn peer() -> Peer {
     Peer { node: SOURCE, addresses: vec![(EngineKind::Tcp, "source:1".into())] }
 }
 
+fn key_of_source() -> CapabilityKey {
+    CapabilityKey::new([2; 32])
+}
+
 fn source(root: u64) -> CopySource {
+    let scope = CapabilityScope {
+        right: AccessRight::Read,
+        stripe: 0,
+        segment: SEGMENT,
+        generation: Generation(9),
+        slot: FROM,
+        term: term(),
+        epoch: epoch(1),
+        id: ID,
+    };
     CopySource {
         node: SOURCE,
         generation: Generation(9),
         root,
-        capability: Capability::default(),
+        capability: key_of_source().sign(&scope),
         segment: SEGMENT,
         slot: FROM,
         term: term(),
@@ -246,6 +269,17 @@ fn payload(len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     SplitMix64::new(len as u64).fill(&mut bytes);
     bytes
+}
+
+#[test]
+fn copy_without_capability_is_refused() {
+    let harness = Harness::new();
+    let (root, units) = put(&harness.source.memory, FROM, 1, &payload(5000));
+    let forged = CopySource { capability: Capability([5; 16]), ..source(root) };
+    harness.give(harness.command(1, CommandKind::Copy, units), vec![forged]);
+    harness.copier.run_queued();
+    let result = harness.result(1);
+    assert_eq!((result.status, result.code), (CommandStatus::Refused, Some(ErrorCode::PermissionDenied)));
 }
 
 #[test]
@@ -277,7 +311,7 @@ fn copy_of_a_record_that_is_gone_is_refused_and_leaves_no_record() {
 #[test]
 fn copy_from_a_node_without_address_is_refused() {
     let harness = Harness::new();
-    harness.copier.learn(vec![(SessionId(78), Peer { node: SOURCE, addresses: vec![] })]);
+    harness.copier.learn(vec![(78, Peer { node: SOURCE, addresses: vec![] })]);
     assert_eq!(harness.copy(1, 16).code, Some(ErrorCode::Unreachable));
 }
 

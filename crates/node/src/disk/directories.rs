@@ -16,7 +16,7 @@ use crate::sync_marks;
 use moontide_rt::fs;
 
 /// Name of the file with the [`MemberState`]. A node that always had one directory has none.
-const MEMBERS_FILE: &str = "disk.members";
+pub(super) const MEMBERS_FILE: &str = "disk.members";
 
 /// Directories that this process has locked, until they are dropped.
 #[derive(Debug)]

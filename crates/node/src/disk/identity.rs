@@ -2,11 +2,15 @@
 //! records name it; the disk of one cluster is of no use in another.
 
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use moontide_disk::BackendKind;
 use moontide_types::NodeId;
+use tracing::{info, warn};
 
+use super::{directories::MEMBERS_FILE, memory_list};
+use crate::sync_marks;
 use moontide_rt::fs;
 
 /// Name of the identity file in a directory of the disk.
@@ -124,8 +128,10 @@ impl DiskIdentity {
     pub(super) fn lock(dir: &Path) -> Result<std::fs::File, IdentityError> {
         let path = dir.join(LOCK).display().to_string();
         let failed = |source: io::Error| IdentityError::Io { path: path.clone(), source };
-        std::fs::create_dir_all(dir).map_err(failed)?;
-        let lock = std::fs::File::options().create(true).append(true).open(dir.join(LOCK)).map_err(failed)?;
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed)?;
+        make_private(dir).map_err(failed)?;
+        let lock = std::fs::File::options().create(true).append(true).mode(0o600).open(dir.join(LOCK));
+        let lock = lock.map_err(failed)?;
         match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(lock),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(IdentityError::InUse { path }),
@@ -181,5 +187,75 @@ impl DiskIdentity {
         let DiskIdentity { node, cluster, backend } = self;
         let text = format!("{MAGIC_LINE}\nnode {node}\ncluster {cluster:016x}\nbackend {backend}\n");
         fs::replace(dir, FILE, text.as_bytes())
+    }
+}
+
+/// Lets only this user enter a directory that existed before: earlier versions made files in it that all users
+/// may read, and so the objects. A directory with files of other programs stays as it is, since
+/// they may need it; so does one of another user. Refusing either would stop nodes that work.
+fn make_private(dir: &Path) -> io::Result<()> {
+    let mode = std::fs::metadata(dir)?.permissions().mode();
+    if mode & 0o077 == 0 {
+        return Ok(());
+    }
+    let (mut is_empty, mut is_shared) = (true, false);
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        is_empty = false;
+        is_shared |= !BackendKind::owns(Path::new(&name), entry.file_type()?.is_dir())
+            && !name.to_str().is_some_and(|name| {
+                let name = name.strip_suffix(".new").unwrap_or(name);
+                [FILE, LOCK, MEMBERS_FILE, sync_marks::FILE, memory_list::FILE, "lost+found"].contains(&name)
+            });
+    }
+    let (path, mode) = (dir.display(), format!("{:03o}", mode & 0o777));
+    if is_shared {
+        warn!(dir = %path, mode, "disk directory is open to other users and has files of other programs; use one of its own");
+        return Ok(());
+    }
+    match std::fs::set_permissions(dir, PermissionsExt::from_mode(0o700)) {
+        Ok(()) if is_empty => info!(dir = %path, "disk directory is now private to this user"),
+        Ok(()) => {
+            warn!(dir = %path, mode, "other users could read the objects in this disk directory; it is now private")
+        }
+        Err(error) => {
+            warn!(dir = %path, mode, %error, "disk directory is open to other users, and cannot be made private")
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directory_is_made_private_unless_other_programs_use_it() {
+        let root = std::env::temp_dir().join(format!("moontide-private-{}", std::process::id()));
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let with = |name: &str, files: &[&str]| {
+            let dir = root.join(name);
+            std::fs::create_dir_all(&dir).unwrap();
+            files.iter().for_each(|file| std::fs::write(dir.join(file), "content").unwrap());
+            std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755)).unwrap();
+            dir
+        };
+        let records = ["0000000000000001.bucket", "removed.log", "node.id", "disk.members", "sync.marks.new"];
+        let others = ["node.id", "photo.jpg"];
+        for (name, files, expected) in
+            [("empty", &[][..], 0o700), ("records", &records[..], 0o700), ("shared", &others[..], 0o755)]
+        {
+            let dir = with(name, files);
+            drop(DiskIdentity::lock(&dir).unwrap());
+            assert_eq!((mode(&dir), mode(&dir.join(LOCK))), (expected, 0o600), "{name}");
+        }
+        let new = root.join("new/disk");
+        drop(DiskIdentity::lock(&new).unwrap());
+        assert_eq!((mode(&new), mode(new.parent().unwrap())), (0o700, 0o700));
+        let identity = DiskIdentity { node: NodeId(1), cluster: 2, backend: BackendKind::default() };
+        identity.write(&new).unwrap();
+        assert_eq!(mode(&new.join(FILE)), 0o600);
+        std::fs::remove_dir_all(&root).unwrap();
     }
 }

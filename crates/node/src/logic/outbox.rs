@@ -103,7 +103,7 @@ fn bytes_of(body: &Body) -> usize {
         }
         Body::CommandResults(results) => results.results.len(),
         Body::Report(chunk) => chunk.records.len() + chunk.keys.len() + chunk.attributes.len(),
-        Body::ReportEnd(_) => 64,
+        Body::ReportEnd(_) | Body::CapabilityKeyHeld(_) => 64,
         Body::Offloaded(notice) => notice.records.len() + notice.keys.len() + notice.attributes.len(),
         Body::DiskEvicted(evicted) => evicted.versions.len(),
     }

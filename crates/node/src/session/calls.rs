@@ -1,16 +1,18 @@
 //! Calls of a session: requests and responses on the wire, without decisions.
 
 use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::time::Duration;
 
+use moontide_auth::Credentials;
 use moontide_heap::PayloadMemory;
-use moontide_proto::convert::{MountResult, MountSegmentsResponse, OpenSessionResponse, Wire};
+use moontide_proto::convert::{MountResult, MountSegmentsResponse, NumberedKey, OpenSessionResponse, Wire};
 use moontide_proto::v1::master_client::MasterClient;
 use moontide_proto::v1::master_nodes_client::MasterNodesClient;
 use moontide_proto::{ProtocolVersions, v1};
 use moontide_tasks::rpc::{self, Channel, ConnectError};
 use moontide_types::limits::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, Generation, GroupId, SegmentId, SessionId, Term};
+use moontide_types::{ErrorCode, Generation, GroupId, IdKey, SegmentId, SessionId, Term};
 use tonic::Status;
 
 use super::{CALL_TIMEOUT, NodeDescriptor};
@@ -45,6 +47,11 @@ pub(crate) enum MasterError {
          cannot be found by their keys; restart this node to start empty, or restore the master's data_dir"
     )]
     OtherCluster { expected: u64, found: u64 },
+    #[error(
+        "the master computes ids of objects with another key than the masters before it; check that all masters have \
+         the same registry, and restart this node"
+    )]
+    OtherIdKey,
     #[error("timeout of a call to the master")]
     Timeout,
     #[error("the master does not acknowledge heartbeats")]
@@ -78,8 +85,8 @@ pub(crate) fn code_of(status: &Status) -> Option<ErrorCode> {
     ErrorCode::try_from(number.parse::<u32>().ok()?).ok()
 }
 
-async fn connect(master: &str) -> Result<Channel, MasterError> {
-    let connected = rpc::connect(master, CALL_TIMEOUT, WINDOW_BYTES).await;
+async fn connect(master: &str, credentials: Option<&Arc<Credentials>>) -> Result<Channel, MasterError> {
+    let connected = rpc::connect(master, CALL_TIMEOUT, WINDOW_BYTES, credentials).await;
     connected.map_err(|source| MasterError::Connect { master: master.to_owned(), source })
 }
 
@@ -91,8 +98,12 @@ pub(crate) struct ClusterParams {
 }
 
 /// Fetches the cluster parameters from a master.
-pub(crate) async fn learn_cluster(master: &str, caller: u64) -> Result<ClusterParams, MasterError> {
-    cluster_of(connect(master).await?, caller).await
+pub(crate) async fn learn_cluster(
+    master: &str,
+    caller: u64,
+    credentials: Option<&Arc<Credentials>>,
+) -> Result<ClusterParams, MasterError> {
+    cluster_of(connect(master, credentials).await?, caller).await
 }
 
 async fn cluster_of(channel: Channel, caller: u64) -> Result<ClusterParams, MasterError> {
@@ -106,8 +117,12 @@ async fn cluster_of(channel: Channel, caller: u64) -> Result<ClusterParams, Mast
 }
 
 /// Fetches the group map of the master at this address.
-pub(super) async fn group_map(master: &str, caller: u64) -> Result<v1::GroupMap, MasterError> {
-    let channel = connect(master).await?;
+pub(super) async fn group_map(
+    master: &str,
+    caller: u64,
+    credentials: Option<&Arc<Credentials>>,
+) -> Result<v1::GroupMap, MasterError> {
+    let channel = connect(master, credentials).await?;
     let request = v1::GetGroupMapRequest { context: context(caller, None) };
     let response = MasterClient::new(channel).get_group_map(request).await?.into_inner();
     let what = "return the group map";
@@ -120,7 +135,7 @@ pub(crate) async fn connect_and_verify(
     master: &str,
     descriptor: &NodeDescriptor,
 ) -> Result<Client, MasterError> {
-    let channel = connect(master).await?;
+    let channel = connect(master, descriptor.credentials.as_ref()).await?;
     let found = cluster_of(channel.clone(), descriptor.boot).await?.number;
     if found != descriptor.cluster {
         return Err(MasterError::OtherCluster { expected: descriptor.cluster, found });
@@ -163,24 +178,32 @@ pub(super) fn open_session(descriptor: &NodeDescriptor, highest_term: Term) -> v
 }
 
 /// An opened session.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct OpenedSession {
     pub(super) session: SessionId,
     pub(super) ttl: Duration,
     pub(super) term: Term,
     pub(super) groups: u32,
+    pub(super) id_key: IdKey,
+    /// Key with which the master signs capabilities for this node.
+    pub(super) key: NumberedKey,
 }
 
 pub(super) fn opened(response: v1::OpenSessionResponse) -> Result<OpenedSession, MasterError> {
-    accepted("open a session", response.context.as_ref())?;
+    let what = "open a session";
+    accepted(what, response.context.as_ref())?;
     let response = OpenSessionResponse::from_wire(&response).map_err(MasterError::Message)?;
-    let grant =
-        response.body().ok_or(MasterError::Refused { what: "open a session", code: ErrorCode::Internal })?;
+    let grant = response.body().ok_or(MasterError::Refused { what, code: ErrorCode::Internal })?;
+    // Without the key, the node would have to refuse every write.
+    let no_key = MasterError::Refused { what: "send the id key", code: ErrorCode::PermissionDenied };
+    let secret = grant.id_key_secret.as_ref().ok_or(no_key)?;
     Ok(OpenedSession {
         session: grant.session,
         ttl: Duration::from_millis(grant.ttl_ms.into()),
         term: response.context().term,
         groups: grant.groups.into(),
+        id_key: IdKey::new(grant.id_key, secret.0),
+        key: grant.capability_key.clone(),
     })
 }
 
@@ -225,8 +248,10 @@ pub(super) fn mount_segments(
     session: SessionId,
     segments: Vec<v1::SegmentSpec>,
     synced: Vec<v1::SyncMark>,
+    capability_rotation: u64,
 ) -> v1::MountSegmentsRequest {
-    v1::MountSegmentsRequest { context: context(descriptor.boot, Some(session)), segments, synced }
+    let context = context(descriptor.boot, Some(session));
+    v1::MountSegmentsRequest { context, segments, synced, capability_rotation }
 }
 
 /// Returns the results of a mount, one per segment; each has its own error code.

@@ -151,9 +151,10 @@ impl SessionManager {
         {
             asked = BTreeSet::from([master.to_string()]);
         }
-        let boot = self.descriptor.boot;
+        let NodeDescriptor { boot, ref credentials, .. } = *self.descriptor;
         let responses = asked.into_iter().map(|master| async move {
-            match moontide_tasks::time::timeout(RESPONSE_TIMEOUT, calls::group_map(&master, boot)).await {
+            let map = calls::group_map(&master, boot, credentials.as_ref());
+            match moontide_tasks::time::timeout(RESPONSE_TIMEOUT, map).await {
                 Ok(Ok(map)) => Some(map),
                 Ok(Err(error)) => {
                     debug!(master, %error, "no group map");

@@ -22,6 +22,7 @@ pub(crate) const ADDRESS: &str = "master:1";
 pub(crate) const CLUSTER: u64 = 5;
 pub(crate) const TTL_MS: u32 = 10_000;
 const VERSIONS: u32 = 1;
+pub(crate) const CAPABILITY_KEY: [u8; 32] = [8; 32];
 
 /// Term of the master.
 pub(crate) fn term() -> Term {
@@ -184,7 +185,10 @@ impl ScriptedMaster {
                 seen.has_inventory |= notice.recovery_end;
                 is_there.then_some("on the disk")
             }
-            FromNode::Heartbeat(_) | FromNode::ReportEnd(_) | FromNode::DiskEvicted(_) => None,
+            FromNode::Heartbeat(_)
+            | FromNode::ReportEnd(_)
+            | FromNode::DiskEvicted(_)
+            | FromNode::CapabilityKeyHeld(_) => None,
         };
         if let Some(place) = what.filter(|_| seen.is_removed) {
             seen.violation = Some(format!("told of {place} after its removal was acknowledged"));
@@ -254,6 +258,10 @@ impl Network for ScriptedMaster {
                     groups: 1,
                     id_key: 1,
                     id_key_secret: vec![7; 32].into(),
+                    capability_key: Some(v1::CapabilityKey {
+                        rotation: 1,
+                        key: CAPABILITY_KEY.to_vec().into(),
+                    }),
                 };
                 self.answer(number, &response);
             }

@@ -187,13 +187,18 @@ impl<'a> Client<'a> {
     }
 
     pub fn put_start(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
-        self.put_start_in(context(), name, len)
+        self.put_start_in(context(), name, len, false)
+    }
+
+    /// Starts a put of a record without digests.
+    pub fn put_start_digestless(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
+        self.put_start_in(context(), name, len, true)
     }
 
     /// Starts a put as another caller, which cannot take over a reservation.
     pub fn put_start_as_other(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
         let other = context().map(|context| v1::RequestContext { caller: 78, ..context });
-        self.put_start_in(other, name, len)
+        self.put_start_in(other, name, len, false)
     }
 
     fn put_start_in(
@@ -201,13 +206,14 @@ impl<'a> Client<'a> {
         context: Option<v1::RequestContext>,
         name: &str,
         len: u64,
+        digestless: bool,
     ) -> Result<Reserved, ErrorCode> {
         let mut objects = PackedBuilder::with_capacity(1);
         objects.push(&PutEntry { len, config: 0 });
         let request = v1::PutStartRequest {
             context,
             keys: keys(&[name]),
-            configs: vec![v1::PutConfig { replicas: 1, replicas_min: 1, ..Default::default() }],
+            configs: vec![v1::PutConfig { replicas: 1, replicas_min: 1, digestless, ..Default::default() }],
             objects: objects.finish().into(),
             attributes: Default::default(),
         };
@@ -408,7 +414,7 @@ pub fn eventually(what: &str, holds: impl Fn() -> bool) {
 pub fn http(address: SocketAddr, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect(address).unwrap();
     socket.set_read_timeout(Some(TIMEOUT)).unwrap();
-    write!(socket, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").unwrap();
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
     let mut response = String::new();
     socket.read_to_string(&mut response).unwrap();
     let (head, body) = response.split_once("\r\n\r\n").unwrap();

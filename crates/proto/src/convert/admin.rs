@@ -2,8 +2,8 @@
 //!
 //! All requests are checked and converted. Responses that only operators' tools display remain messages.
 
-use moontide_types::limits::KEY_BYTES_MAX;
-use moontide_types::{ErrorCode, NodeId, SegmentId};
+use moontide_types::limits::{GROUPS_MAX, KEY_BYTES_MAX};
+use moontide_types::{ErrorCode, GroupId, NodeId, SegmentId};
 use prost::bytes::Bytes;
 
 use super::check::{self, at_least, at_most, copied, known, length, required, rule};
@@ -122,6 +122,15 @@ macro_rules! request {
     };
 }
 
+/// Checks a list of groups.
+fn group_list(groups: &[u32]) -> Result<&[u32], ConvertError> {
+    at_most("groups", groups.len(), GROUPS_MAX)?;
+    for &group in groups {
+        check::group("groups", group)?;
+    }
+    Ok(groups)
+}
+
 request! {
     /// Starts a job that removes every key with a prefix.
     RemoveByPrefixRequest {
@@ -130,6 +139,8 @@ request! {
             |m| { length("prefix", &m.prefix, 1, KEY_BYTES_MAX)?; &m.prefix }, |v| prefix: copied(v);
         /// Whether to remove leased and pinned objects, too.
         force: bool, |m| m.force, |v| force: *v;
+        /// Groups in which the removal runs; empty for all.
+        groups: &'a [u32], |m| group_list(&m.groups)?, |v| groups: v.to_vec();
     }
 }
 
@@ -141,6 +152,8 @@ request! {
             |m| { length("pattern", &m.pattern, 1, PATTERN_BYTES_MAX)?; &m.pattern }, |v| pattern: (*v).into();
         /// Whether to remove leased and pinned objects, too.
         force: bool, |m| m.force, |v| force: *v;
+        /// Groups in which the removal runs; empty for all.
+        groups: &'a [u32], |m| group_list(&m.groups)?, |v| groups: v.to_vec();
     }
 }
 
@@ -158,6 +171,8 @@ request! {
             |v| force: *v;
         /// With `force`: the tenant generation that another master returned; 0 for the next generation.
         generation: u32, |m| m.generation, |v| generation: *v;
+        /// Groups in which the removal runs; empty for all.
+        groups: &'a [u32], |m| group_list(&m.groups)?, |v| groups: v.to_vec();
     }
 }
 
@@ -166,6 +181,8 @@ request! {
     GetJobRequest {
         /// Id of the job.
         job: u64, |m| m.job, |v| job: *v;
+        /// Groups of a removal that the response covers; empty for all.
+        groups: &'a [u32], |m| group_list(&m.groups)?, |v| groups: v.to_vec();
     }
 }
 
@@ -263,7 +280,7 @@ pub enum JobState {
 pub type GetJobResponse<'a> = Response<'a, JobStatus>;
 
 /// Progress of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStatus {
     /// Current state.
     pub state: JobState,
@@ -275,6 +292,8 @@ pub struct JobStatus {
     pub skipped: u64,
     /// Total number of objects to examine, as far as known.
     pub total: u64,
+    /// Groups that the master has lost since the start, with their part of a removal.
+    pub lost: Vec<GroupId>,
 }
 
 impl<'a> ResponseBody<'a> for JobStatus {
@@ -287,7 +306,10 @@ impl<'a> ResponseBody<'a> for JobStatus {
             (Ok(v1::JobState::Failed), Some(code)) => Some(JobState::Failed(code)),
             _ => None,
         };
+        at_most("lost_groups", m.lost_groups.len(), GROUPS_MAX)?;
+        let lost = m.lost_groups.iter().map(|&group| check::group("lost_groups", group));
         Ok(JobStatus {
+            lost: lost.collect::<Result<_, _>>()?,
             state: known("state", m.state, state)?,
             examined: m.examined,
             affected: m.affected,
@@ -310,6 +332,7 @@ impl<'a> ResponseBody<'a> for JobStatus {
             skipped: self.skipped,
             total: self.total,
             code: check::code_number(code),
+            lost_groups: self.lost.iter().map(|group| group.0.into()).collect(),
         }
     }
 }

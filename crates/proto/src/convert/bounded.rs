@@ -8,7 +8,7 @@
 //! Both protocols use it: the frame protocol calls [`decode`], gRPC uses [`BoundedCodec`](crate::BoundedCodec), the
 //! codec of the generated services.
 
-use moontide_types::limits::{BATCH_KEYS_MAX, GROUPS_MAX, REPLICAS_MAX, REQUEST_BYTES_MAX};
+use moontide_types::limits::{BATCH_KEYS_MAX, GROUPS_MAX, PREFERRED_PLACES_MAX, REQUEST_BYTES_MAX};
 use prost::Message;
 use prost::bytes::{Buf, Bytes};
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
@@ -17,7 +17,7 @@ use super::check::at_most;
 use super::{ConvertError, Wire};
 use crate::limits::{
     ADDRESSES_MAX, ATTACH_REGIONS_MAX, CONFIGS_MAX, HANDLES_PER_RESPONSE_MAX, HANDOFF_SEGMENTS_MAX,
-    NODES_MAX, SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
+    NODES_MAX, REMOTE_READS_MAX, SESSION_RECORDS_MAX, TOUCH_BITMAPS_MAX,
 };
 use crate::v1;
 
@@ -154,18 +154,18 @@ bounded! {
     SetPinRequest: [];
     PrefetchRequest: [];
 
-    PutConfig: [
-        many(4, "config.preferred_segments", REPLICAS_MAX, PLAIN),
-        many(5, "config.preferred_nodes", REPLICAS_MAX, Element::Fixed64)
-    ];
+    Place: [];
+    PutConfig: [many(4, "config.preferred", PREFERRED_PLACES_MAX, PLAIN)];
     PutStartRequest: [many(3, "configs", CONFIGS_MAX, Element::Message(v1::PutConfig::REPEATED))];
     PutStartResponse: [CONTEXT, many(4, "expires_unix_ms", BATCH_KEYS_MAX, Element::Varint)];
     PutEndRequest: [many(3, "stripe_roots", HANDLES_PER_RESPONSE_MAX, Element::Fixed64)];
     PutRevokeRequest: [];
     HandoffGroupRequest: [
         one(7, "replicas", v1::GetReplicaListResponse::REPEATED),
-        many(9, "segments", HANDOFF_SEGMENTS_MAX, PLAIN)
+        many(9, "segments", HANDOFF_SEGMENTS_MAX, PLAIN),
+        many(13, "node_keys", HANDOFF_SEGMENTS_MAX, PLAIN)
     ];
+    HandoffKey: [];
     KnownSegment: [];
     RemoveRequest: [];
     BeginRequest: [];
@@ -178,12 +178,12 @@ bounded! {
     AttachedRegion: [];
     DescribeReply: [];
 
-    RemoveByPrefixRequest: [];
-    RemoveByRegexRequest: [];
-    RemoveAllRequest: [];
-    StartJobResponse: [CONTEXT];
-    GetJobRequest: [];
-    GetJobResponse: [CONTEXT];
+    RemoveByPrefixRequest: [many(4, "groups", GROUPS_MAX as usize, Element::Varint)];
+    RemoveByRegexRequest: [many(4, "groups", GROUPS_MAX as usize, Element::Varint)];
+    RemoveAllRequest: [many(4, "groups", GROUPS_MAX as usize, Element::Varint)];
+    StartJobResponse: [CONTEXT, many(4, "groups", GROUPS_MAX as usize, Element::Varint)];
+    GetJobRequest: [many(3, "groups", GROUPS_MAX as usize, Element::Varint)];
+    GetJobResponse: [CONTEXT, many(8, "lost_groups", GROUPS_MAX as usize, Element::Varint)];
     Pagination: [];
     ListKeysRequest: [];
     ListKeysResponse: [CONTEXT];
@@ -214,6 +214,8 @@ bounded! {
 
     OpenSessionRequest: [many(4, "addresses", ADDRESSES_MAX, PLAIN)];
     OpenSessionResponse: [CONTEXT];
+    CapabilityKey: [];
+    CapabilityKeyHeld: [];
     SegmentSpec: [];
     SyncMark: [];
     MountSegmentsRequest: [
@@ -226,9 +228,11 @@ bounded! {
     SegmentStatus: [];
     DiskStatus: [];
     Pressure: [];
+    RemoteReads: [];
     Heartbeat: [
         many(3, "touched", TOUCH_BITMAPS_MAX, PLAIN),
-        many(4, "segments", BATCH_KEYS_MAX, PLAIN)
+        many(4, "segments", BATCH_KEYS_MAX, PLAIN),
+        many(9, "remote_reads", REMOTE_READS_MAX, PLAIN)
     ];
     ReportChunk: [many(8, "tenants", SESSION_RECORDS_MAX, Element::Text)];
     ReportEnd: [];

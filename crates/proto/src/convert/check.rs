@@ -4,6 +4,7 @@ use moontide_types::limits::{GROUPS_MAX, SEGMENTS_PER_NODE_MAX};
 use moontide_types::{ErrorCode, GroupId, SegmentId, Term};
 use prost::bytes::Bytes;
 
+use crate::capability::CapabilityKey;
 use crate::convert::ConvertError;
 use crate::layout::FixedRecord;
 use crate::packed::{Codes, Packed, PackedBytes, PackedError, PackedKeys};
@@ -122,6 +123,12 @@ pub(super) fn codes<'a>(field: &'static str, encoded: &'a Bytes, max: usize) -> 
 
 pub(super) fn bitmap<'a>(field: &'static str, encoded: &'a Bytes, len: usize) -> Result<crate::Bitmap<'a>> {
     packed(field, crate::Bitmap::decode(encoded, len))
+}
+
+pub(super) fn capability_key(field: &'static str, bytes: &Bytes) -> Result<CapabilityKey> {
+    let key =
+        bytes[..].try_into().map_err(|_| ConvertError::Count { field, found: bytes.len(), expected: 32 })?;
+    Ok(CapabilityKey::new(key))
 }
 
 pub(super) fn copied(bytes: &[u8]) -> Bytes {

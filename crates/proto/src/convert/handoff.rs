@@ -8,6 +8,7 @@ use super::context::RequestContext;
 use super::lookup::Replicas;
 use super::response::ResponseBody;
 use super::{ConvertError, Wire};
+use crate::capability::CapabilityKey;
 use crate::limits::{HANDOFF_CHUNKS_MAX, HANDOFF_SEGMENTS_MAX, HANDOFF_TOMBSTONES_MAX};
 use crate::packed::{Packed, PackedKeys};
 use crate::records::VersionedId;
@@ -40,6 +41,8 @@ pub struct HandoffGroupRequest<'a> {
     pub disks_complete: bool,
     /// Whether the next certain removal needs an exclusion first.
     pub exclusion_needed: bool,
+    /// Keys with which the sender signed capabilities for nodes.
+    pub node_keys: Vec<(NodeId, CapabilityKey)>,
 }
 
 /// A segment known to a master.
@@ -76,6 +79,11 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             let (node, generation) = (NodeId(known.node), Generation(known.generation));
             Ok(KnownSegment { node, segment, generation, stale: known.stale })
         };
+        at_most("node_keys", m.node_keys.len(), HANDOFF_SEGMENTS_MAX)?;
+        let node_key = |of: &v1::HandoffKey| {
+            rule("node_keys.node", of.node != 0, "node ≠ 0")?;
+            Ok((NodeId(of.node), check::capability_key("node_keys.key", &of.key)?))
+        };
         Ok(HandoffGroupRequest {
             context: RequestContext::of(&m.context)?,
             cluster: m.cluster,
@@ -89,6 +97,7 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments_complete: m.segments_complete,
             disks_complete: m.disks_complete,
             exclusion_needed: m.exclusion_needed,
+            node_keys: m.node_keys.iter().map(node_key).collect::<Result<_, ConvertError>>()?,
         })
     }
 
@@ -112,6 +121,11 @@ impl<'a> Wire<'a> for HandoffGroupRequest<'a> {
             segments_complete: self.segments_complete,
             disks_complete: self.disks_complete,
             exclusion_needed: self.exclusion_needed,
+            node_keys: self
+                .node_keys
+                .iter()
+                .map(|(node, key)| v1::HandoffKey { node: node.0, key: copied(key.as_bytes()) })
+                .collect(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Registered nodes and their addresses, for clients that transfer bytes.
 
-use moontide_types::{NodeId, SessionId};
+use moontide_types::NodeId;
 
 use super::ConvertError;
 use super::check::{at_least, at_most};
@@ -24,8 +24,8 @@ pub struct NodeDirectory<'a> {
 pub struct NodeDetail<'a> {
     /// Id of the node.
     pub node: NodeId,
-    /// Session of the node; changes when the node registers again.
-    pub session: SessionId,
+    /// Number of the node's registration; changes when the node registers again.
+    pub registration: u64,
     /// Addresses of its transfer engines.
     pub addresses: Vec<Address<'a>>,
     /// Location in the data centre.
@@ -51,10 +51,10 @@ impl<'a> NodeDetail<'a> {
         at_most("nodes", nodes.len(), NODES_MAX)?;
         let node = |m: &'a v1::NodeDetail| {
             at_least("nodes.node", m.node, 1u64)?;
-            at_least("nodes.session", m.session, 1u64)?;
+            at_least("nodes.registration", m.registration, 1u64)?;
             Ok(NodeDetail {
                 node: NodeId(m.node),
-                session: SessionId(m.session),
+                registration: m.registration,
                 addresses: Address::all(&m.addresses)?,
                 topology: Topology::of(&m.topology)?,
                 draining: m.draining,
@@ -66,7 +66,7 @@ impl<'a> NodeDetail<'a> {
     pub(super) fn to_wire(&self) -> v1::NodeDetail {
         v1::NodeDetail {
             node: self.node.0,
-            session: self.session.0,
+            registration: self.registration,
             addresses: self.addresses.iter().map(|address| address.to_wire()).collect(),
             topology: Some(self.topology.to_wire()),
             draining: self.draining,

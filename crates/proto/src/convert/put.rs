@@ -1,9 +1,8 @@
 //! Calls of a put: start, end, revoke.
 
-use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX, STRIPES_MAX};
-use moontide_types::{Medium, NodeId};
+use moontide_types::limits::{BATCH_KEYS_MAX, PREFERRED_PLACES_MAX, REPLICAS_MAX, STRIPES_MAX};
+use moontide_types::{Medium, NodeId, Place};
 
-use super::admin::SegmentRef;
 use super::check::{self, at_least, at_most, copied, count, known};
 use super::context::RequestContext;
 use super::objects::{AttributeSections, ObjectList, ObjectListKind};
@@ -23,11 +22,9 @@ pub struct PutConfig {
     pub replicas_min: u8,
     /// Stripes per replica; `None`: the master decides.
     pub stripes: Option<u16>,
-    /// Segments to try first.
-    pub preferred_segments: Vec<SegmentRef>,
-    /// Nodes to try next.
-    pub preferred_nodes: Vec<NodeId>,
-    /// Node on the caller's host, tried before other nodes.
+    /// Places to try first, in order.
+    pub preferred: Vec<Place>,
+    /// Node on the caller's host, tried next.
     pub local_node: Option<NodeId>,
     /// Whether to replace a complete object of the same key.
     pub upsert: bool,
@@ -48,8 +45,7 @@ impl Default for PutConfig {
             replicas: 1,
             replicas_min: 1,
             stripes: None,
-            preferred_segments: vec![],
-            preferred_nodes: vec![],
+            preferred: vec![],
             local_node: None,
             upsert: false,
             one_sided: false,
@@ -67,20 +63,14 @@ impl<'a> Wire<'a> for PutConfig {
         at_least("config.replicas", m.replicas, 1u32)?;
         at_least("config.replicas_min", m.replicas_min, 1u32)?;
         at_most("config.replicas_min", m.replicas_min, m.replicas)?;
-        at_most("config.preferred_segments", m.preferred_segments.len(), REPLICAS_MAX)?;
-        at_most("config.preferred_nodes", m.preferred_nodes.len(), REPLICAS_MAX)?;
+        at_most("config.preferred", m.preferred.len(), PREFERRED_PLACES_MAX)?;
         at_most("config.ttl_ms", m.ttl_ms, TTL_MS_MAX)?;
         let stripes = check::narrow("config.stripes", m.stripes, STRIPES_MAX as u16)?;
         Ok(PutConfig {
             replicas: check::narrow("config.replicas", m.replicas, REPLICAS_MAX as u8)?,
             replicas_min: check::narrow("config.replicas_min", m.replicas_min, REPLICAS_MAX as u8)?,
             stripes: (stripes != 0).then_some(stripes),
-            preferred_segments: m
-                .preferred_segments
-                .iter()
-                .map(SegmentRef::from_wire)
-                .collect::<Result<_, _>>()?,
-            preferred_nodes: m.preferred_nodes.iter().map(|&node| NodeId(node)).collect(),
+            preferred: m.preferred.iter().map(Place::from_wire).collect::<Result<_, _>>()?,
             local_node: (m.local_node != 0).then_some(NodeId(m.local_node)),
             upsert: m.upsert,
             one_sided: m.one_sided,
@@ -95,8 +85,7 @@ impl<'a> Wire<'a> for PutConfig {
             replicas: self.replicas.into(),
             replicas_min: self.replicas_min.into(),
             stripes: self.stripes.unwrap_or(0).into(),
-            preferred_segments: self.preferred_segments.iter().map(Wire::to_wire).collect(),
-            preferred_nodes: self.preferred_nodes.iter().map(|node| node.0).collect(),
+            preferred: self.preferred.iter().map(Wire::to_wire).collect(),
             local_node: self.local_node.map_or(0, |node| node.0),
             upsert: self.upsert,
             one_sided: self.one_sided,
@@ -104,6 +93,19 @@ impl<'a> Wire<'a> for PutConfig {
             medium: self.medium.map_or(0, |medium| medium as i32),
             ttl_ms: self.ttl_ms,
         }
+    }
+}
+
+impl<'a> Wire<'a> for Place {
+    type Message = v1::Place;
+
+    fn from_wire(m: &'a v1::Place) -> Result<Self, ConvertError> {
+        let segment = m.segment.map(|segment| check::segment("config.preferred.segment", segment));
+        Ok(Place { node: NodeId(m.node), segment: segment.transpose()? })
+    }
+
+    fn to_wire(&self) -> v1::Place {
+        v1::Place { node: self.node.0, segment: self.segment.map(|segment| segment.0) }
     }
 }
 

@@ -6,12 +6,13 @@ mod heartbeat;
 mod open;
 
 pub use heartbeat::{
-    DiskState, DiskStatus, FlushStatus, Heartbeat, Pressure, ReadCounters, SegmentState, SegmentStatus,
-    TouchBitmap,
+    DiskState, DiskStatus, FlushStatus, Heartbeat, Pressure, ReadCounters, RemoteReads, SegmentState,
+    SegmentStatus, TouchBitmap,
 };
 pub use open::{
-    Address, MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, OpenSessionRequest,
-    OpenSessionResponse, SegmentSpec, SessionGrant, SyncMark, Topology, UnmountSegmentsRequest,
+    Address, MountResult, MountResults, MountSegmentsRequest, MountSegmentsResponse, NumberedKey,
+    OpenSessionRequest, OpenSessionResponse, SegmentSpec, SessionGrant, SyncMark, Topology,
+    UnmountSegmentsRequest,
 };
 
 use moontide_types::limits::GROUPS_MAX;
@@ -54,6 +55,8 @@ pub enum NodeMessageBody<'a> {
     Offloaded(OffloadNotice<'a>),
     /// Versions that the node is about to evict from its disk.
     DiskEvicted(Packed<'a, VersionedId>),
+    /// The node accepts capabilities that are signed with the key of this rotation number.
+    CapabilityKeyHeld(u64),
 }
 
 impl<'a> Wire<'a> for NodeMessage<'a> {
@@ -75,6 +78,7 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
             Body::DiskEvicted(m) => {
                 NodeMessageBody::DiskEvicted(check::records("versions", &m.versions, max)?)
             }
+            Body::CapabilityKeyHeld(m) => NodeMessageBody::CapabilityKeyHeld(m.rotation),
         };
         Ok(NodeMessage {
             session: SessionId(m.session),
@@ -96,6 +100,9 @@ impl<'a> Wire<'a> for NodeMessage<'a> {
             NodeMessageBody::Offloaded(body) => Body::Offloaded(body.to_wire()),
             NodeMessageBody::DiskEvicted(versions) => {
                 Body::DiskEvicted(v1::DiskEvicted { versions: copied(versions.as_encoded()) })
+            }
+            &NodeMessageBody::CapabilityKeyHeld(rotation) => {
+                Body::CapabilityKeyHeld(v1::CapabilityKeyHeld { rotation })
             }
         };
         v1::NodeMessage {
@@ -140,6 +147,8 @@ pub enum MasterMessageBody<'a> {
         /// Whether an operator wants the node to drain; `None`: as before.
         drain: Option<bool>,
     },
+    /// Next key of the capabilities for this node.
+    CapabilityKey(NumberedKey),
 }
 
 /// Commands to a node.
@@ -194,6 +203,7 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
                     drain: m.drain,
                 }
             }
+            Body::CapabilityKey(m) => MasterMessageBody::CapabilityKey(NumberedKey::from_wire(m)?),
         };
         Ok(MasterMessage {
             session: SessionId(m.session),
@@ -216,6 +226,7 @@ impl<'a> Wire<'a> for MasterMessage<'a> {
                 let in_sync = in_sync.iter().map(group).collect();
                 Body::HeartbeatAck(v1::HeartbeatAck { heartbeat_id, ttl_ms, in_sync, flush, drain })
             }
+            MasterMessageBody::CapabilityKey(key) => Body::CapabilityKey(key.to_wire()),
         };
         v1::MasterMessage {
             session: self.session.0,

@@ -137,12 +137,16 @@ impl NodeCommand {
 }
 
 numbered! {
-    /// Reason for a copy; the more urgent ones have the lower numbers.
+    /// Reason for a copy. Nodes make the more urgent ones first.
     pub enum CopyPurpose(u8) {
         /// The source is to be emptied.
         Drain = 1,
         /// The object lacks a replica.
         Repair = 2,
+        /// Another node has more free memory.
+        Rebalance = 3,
+        /// Processes on the host of the target read the object much.
+        Hot = 4,
     }
 }
 

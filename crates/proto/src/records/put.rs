@@ -4,7 +4,7 @@
 use moontide_types::limits::{OBJECT_BYTES_MAX, REPLICAS_MAX, STRIPES_MAX};
 use moontide_types::{Epoch, ErrorCode, Generation, ObjectId, SegmentId, SlotId, Term};
 
-use crate::capability::Capability;
+use crate::capability::{AccessRight, Capability, CapabilityScope};
 use crate::layout::{FieldValue, RecordError, code_from_number, code_number};
 use crate::limits::CONFIGS_MAX;
 
@@ -140,6 +140,12 @@ fixed_record! {
 }
 
 impl CommitEntry {
+    /// Returns the scope for which the capability must be signed. `stripe` is that of the record in the slot.
+    pub fn capability_scope(&self, stripe: u16, right: AccessRight) -> CapabilityScope {
+        let CommitEntry { segment, generation, slot, term, epoch, id, .. } = *self;
+        CapabilityScope { right, stripe, segment, generation, slot, term, epoch, id }
+    }
+
     fn check(&self) -> Result<(), RecordError> {
         Ok(())
     }

@@ -97,13 +97,9 @@ impl TransferOp {
         Self::rule(!digests || self.kind != OpKind::Write, "digests are not written")
     }
 
-    /// Returns the scope for which the capability of the operation must be signed.
-    pub fn capability_scope(&self) -> CapabilityScope {
-        let right = match self.kind {
-            OpKind::Write => AccessRight::Write,
-            OpKind::Read | OpKind::Load | OpKind::Release => AccessRight::Read,
-        };
-        let TransferOp { segment, generation, slot, epoch, id, term, .. } = *self;
-        CapabilityScope { right, segment, generation, slot, epoch, id, term }
+    /// Returns the scope for which the capability of the operation must be signed, if the operation needs this right.
+    pub fn capability_scope(&self, right: AccessRight) -> CapabilityScope {
+        let TransferOp { stripe, segment, generation, slot, term, epoch, id, .. } = *self;
+        CapabilityScope { right, stripe, segment, generation, slot, term, epoch, id }
     }
 }

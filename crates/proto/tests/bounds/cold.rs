@@ -11,6 +11,14 @@ fn operator_message_limits_are_enforced() {
     edge!(RemoveByRegexRequest, TooLarge, |m| m.pattern = "a".repeat(PATTERN_BYTES_MAX), m.pattern.push('a'));
     edge!(RemoveByRegexRequest, InvalidArgument, |m| m.pattern = "a".into(), m.pattern.clear());
     edge!(RemoveAllRequest, InvalidArgument, |m| context!(m).tenant = "t".into(), context!(m).tenant.clear());
+    macro_rules! group_list {
+        ($($message:ident.$groups:ident)*) => {$(
+            edge!($message, TooLarge, |m| m.$groups = vec![0; GROUPS_MAX.into()], m.$groups.push(0));
+            edge!($message, TooLarge, |m| m.$groups = vec![4095], m.$groups[0] = 4096);
+        )*};
+    }
+    group_list!(RemoveByPrefixRequest.groups RemoveByRegexRequest.groups RemoveAllRequest.groups GetJobRequest.groups);
+    group_list!(GetJobResponse.lost_groups);
     macro_rules! page {
         ($m:ident) => {
             $m.page.as_mut().unwrap()

@@ -4,6 +4,7 @@
 
 #![allow(dead_code, unused_imports)] // each user needs a part of it
 
+mod contexts;
 mod names;
 mod session;
 
@@ -17,7 +18,7 @@ use moontide_types::limits::{PAGE_BYTES, SEGMENTS_PER_NODE_MAX, SLOTS_PER_SEGMEN
 use moontide_types::record::{Attributes, ParentHash, PinClass, State, Word};
 use moontide_types::{
     Epoch, ErrorCode, Extent, Generation, GroupId, Key, MapVersion, Medium, NodeId, ObjectId, SegmentId,
-    SlotId, TenantGeneration, Term, UnixMillis,
+    SlotId, Spread, TenantGeneration, Term, UnixMillis,
 };
 use prost::Message;
 use prost::bytes::Bytes;
@@ -398,6 +399,8 @@ impl Gen {
             parent: self.bool().then(|| ParentHash::new(&self.byte_string(1, 32)).unwrap()),
             user_data: self.bool().then(|| self.byte_string(1, 40).into()),
             extra_replicas: self.below(8) as u8,
+            spread: Spread::from_number(self.below(4) as u8),
+            disk_replicas: self.below(9) as u8,
         };
         let mut bytes = vec![];
         attributes.encode(&mut bytes);
@@ -468,67 +471,6 @@ impl Gen {
         PutEntry { len: self.below((1 << 40) + 1), config: self.below(2) as u16 }
     }
 
-    pub(crate) fn request(&mut self) -> Option<v1::RequestContext> {
-        Some(v1::RequestContext {
-            tenant: self.text(1, 20),
-            group: self.bool().then(|| self.below(4096) as u32),
-            map_version: self.u64(),
-            term: self.term().get(),
-            caller: self.u64(),
-            session: self.u64(),
-            timeout_ms: 1 + self.below(600_000) as u32,
-            token: self.byte_string(0, 64).into(),
-        })
-    }
-
-    pub(crate) fn group_map(&mut self) -> v1::GroupMap {
-        let master = |g: &mut Gen, groups: Vec<u32>| v1::MasterEntry {
-            grpc_address: g.text(1, 30),
-            frame_address: g.text(0, 30),
-            term: g.term().get(),
-            terms: groups.iter().map(|_| g.term().get()).collect(),
-            groups,
-        };
-        let masters = vec![master(self, vec![0, 3]), master(self, vec![1]), master(self, vec![])];
-        v1::GroupMap { version: self.u64(), groups: 4, masters, single_master: self.bool() }
-    }
-
-    pub(crate) fn response(&mut self) -> Option<v1::ResponseContext> {
-        Some(v1::ResponseContext {
-            map_version: self.u64(),
-            term: self.term().get(),
-            code: 0,
-            retry_after_ms: self.below(60_001) as u32,
-            tenant_generation: self.u32(),
-            newer_map: self.bool().then(|| self.group_map()),
-        })
-    }
-
-    pub(crate) fn segment_ref(&mut self) -> v1::SegmentRef {
-        v1::SegmentRef { node: self.u64(), segment: self.below(65_536) as u32 }
-    }
-
-    pub(crate) fn page(&mut self) -> Option<v1::Pagination> {
-        Some(v1::Pagination { cursor: self.byte_string(0, 50).into(), limit: 1 + self.below(4096) as u32 })
-    }
-
-    pub(crate) fn put_config(&mut self) -> v1::PutConfig {
-        let replicas = 1 + self.below(8) as u32;
-        v1::PutConfig {
-            replicas,
-            replicas_min: 1 + self.below(replicas.into()) as u32,
-            stripes: self.below(1025) as u32,
-            preferred_segments: (0..self.below(3)).map(|_| self.segment_ref()).collect(),
-            preferred_nodes: (0..self.below(3)).map(|_| self.u64()).collect(),
-            local_node: self.u64(),
-            upsert: self.bool(),
-            one_sided: self.bool(),
-            digestless: self.bool(),
-            medium: self.below(4) as i32,
-            ttl_ms: self.u64() >> 24,
-        }
-    }
-
     fn heartbeat(&mut self) -> v1::Heartbeat {
         let touched = |g: &mut Gen| v1::TouchBitmap {
             segment: g.segment().0,
@@ -545,6 +487,14 @@ impl Gen {
             draining_units: g.u32() >> 2,
             free_units: g.u32() >> 2,
             free_slots: g.slot().0,
+        };
+        let remote = |g: &mut Gen| v1::RemoteReads {
+            segment: g.segment().0,
+            generation: g.u64(),
+            slot: g.slot().0,
+            epoch: g.epoch().bits(),
+            reader: g.u64().max(1),
+            bytes: g.u64(),
         };
         v1::Heartbeat {
             heartbeat_id: 1 + self.below(1 << 40),
@@ -569,6 +519,7 @@ impl Gen {
             }),
             flushing: self.bool(),
             draining: self.bool(),
+            remote_reads: (0..self.below(3)).map(|_| remote(self)).collect(),
         }
     }
 
@@ -609,7 +560,7 @@ impl Gen {
     pub(crate) fn node_message(&mut self) -> v1::NodeMessage {
         use v1::node_message::Body;
         let n = self.below(5) as usize;
-        let body = match self.below(6) {
+        let body = match self.below(7) {
             0 => Body::Heartbeat(self.heartbeat()),
             1 => Body::CommandResults(v1::CommandResults { results: self.packed(n, Gen::command_result) }),
             2 => Body::Report(self.report_chunk()),
@@ -628,7 +579,8 @@ impl Gen {
                 recovery_end: self.bool(),
                 inventories: self.u32(),
             }),
-            _ => Body::DiskEvicted(v1::DiskEvicted { versions: self.packed(n, Gen::versioned_id) }),
+            5 => Body::DiskEvicted(v1::DiskEvicted { versions: self.packed(n, Gen::versioned_id) }),
+            _ => Body::CapabilityKeyHeld(v1::CapabilityKeyHeld { rotation: self.u64() }),
         };
         v1::NodeMessage {
             session: 1 + self.below(u64::MAX),
@@ -734,12 +686,14 @@ impl Gen {
                 groups: 1 + self.below(4096) as u32,
                 id_key: self.u32(),
                 id_key_secret: self.byte_string(32, 32).into(),
+                capability_key: Some(self.capability_key()),
             }
             .encode_to_vec(),
             "MountSegmentsRequest" => {
                 let segments = (0..n).map(|_| self.segment_spec()).collect();
                 let synced = vec![v1::SyncMark { group: 5, exclusion: 7, ago_ms: 9 }; n];
-                v1::MountSegmentsRequest { context, segments, synced }.encode_to_vec()
+                let capability_rotation = self.u64();
+                v1::MountSegmentsRequest { context, segments, synced, capability_rotation }.encode_to_vec()
             }
             "MountSegmentsResponse" => {
                 let result = |g: &mut Gen| v1::MountResult {
@@ -759,21 +713,26 @@ impl Gen {
             "MasterMessage" => self.master_message().encode_to_vec(),
             "RemoveByPrefixRequest" => {
                 let prefix = self.byte_string(1, 30).into();
-                v1::RemoveByPrefixRequest { context, prefix, force }.encode_to_vec()
+                v1::RemoveByPrefixRequest { context, prefix, force, groups: self.groups(n) }.encode_to_vec()
             }
             "RemoveByRegexRequest" => {
-                v1::RemoveByRegexRequest { context, pattern: self.text(1, 30), force }.encode_to_vec()
+                let pattern = self.text(1, 30);
+                v1::RemoveByRegexRequest { context, pattern, force, groups: self.groups(n) }.encode_to_vec()
             }
             "RemoveAllRequest" => {
-                v1::RemoveAllRequest { context, force, generation: self.below(9) as u32 }.encode_to_vec()
+                let generation = self.below(9) as u32;
+                v1::RemoveAllRequest { context, force, generation, groups: self.groups(n) }.encode_to_vec()
             }
-            "GetJobRequest" => v1::GetJobRequest { context, job: self.u64() }.encode_to_vec(),
+            "GetJobRequest" => {
+                v1::GetJobRequest { context, job: self.u64(), groups: self.groups(n) }.encode_to_vec()
+            }
             "GetJobResponse" => {
                 let state = 1 + self.below(3) as i32;
                 let code = if state == 3 { self.code() as u32 } else { 0 };
                 let (examined, affected) = (self.u64(), self.u64());
                 let (skipped, total) = (self.u64(), self.u64());
-                v1::GetJobResponse { context: response, state, examined, affected, skipped, total, code }
+                let (context, lost_groups) = (response, self.groups(n));
+                v1::GetJobResponse { context, state, examined, affected, skipped, total, code, lost_groups }
                     .encode_to_vec()
             }
             "ListKeysRequest" => {
@@ -844,6 +803,7 @@ impl Gen {
                     segments_complete: self.bool(),
                     disks_complete: self.bool(),
                     exclusion_needed: self.bool(),
+                    node_keys: (0..n).map(|_| self.handoff_key()).collect(),
                 }
                 .encode_to_vec()
             }

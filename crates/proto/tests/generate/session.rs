@@ -6,10 +6,9 @@ impl Gen {
     pub(crate) fn master_message(&mut self) -> v1::MasterMessage {
         use v1::master_message::Body;
         let n = self.below(6) as usize;
-        let body = if self.bool() {
-            Body::Commands(self.commands(n))
-        } else {
-            Body::HeartbeatAck(v1::HeartbeatAck {
+        let body = match self.below(5) {
+            0 | 1 => Body::Commands(self.commands(n)),
+            2 | 3 => Body::HeartbeatAck(v1::HeartbeatAck {
                 heartbeat_id: self.u64(),
                 ttl_ms: 1 + self.below(600_000) as u32,
                 in_sync: (0..n as u32).map(|group| v1::GroupExclusion { group, exclusion: 7 }).collect(),
@@ -19,7 +18,8 @@ impl Gen {
                     refused: self.u64(),
                 }),
                 drain: self.bool().then(|| self.bool()),
-            })
+            }),
+            _ => Body::CapabilityKey(self.capability_key()),
         };
         v1::MasterMessage {
             session: 1 + self.below(u64::MAX),
@@ -30,10 +30,18 @@ impl Gen {
         }
     }
 
+    pub(crate) fn capability_key(&mut self) -> v1::CapabilityKey {
+        v1::CapabilityKey { rotation: self.u64().max(1), key: self.byte_string(32, 32).into() }
+    }
+
+    pub(crate) fn handoff_key(&mut self) -> v1::HandoffKey {
+        v1::HandoffKey { node: self.u64().max(1), key: self.byte_string(32, 32).into() }
+    }
+
     pub(crate) fn node_detail(&mut self, addresses: usize) -> v1::NodeDetail {
         v1::NodeDetail {
             node: self.u64().max(1),
-            session: self.u64().max(1),
+            registration: self.u64().max(1),
             addresses: self.addresses(addresses),
             topology: Some(self.topology()),
             draining: self.bool(),

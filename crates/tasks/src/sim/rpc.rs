@@ -13,6 +13,7 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use http_body::{Body as _, Frame};
+use moontide_auth::Credentials;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tonic::Status;
 use tonic::body::Body;
@@ -104,7 +105,12 @@ pub struct ConnectError(());
 ///
 /// # Errors
 /// Never.
-pub async fn connect(address: &str, _timeout: Duration, _window_bytes: u32) -> Result<Channel, ConnectError> {
+pub async fn connect(
+    address: &str,
+    _timeout: Duration,
+    _window_bytes: u32,
+    _credentials: Option<&Arc<Credentials>>,
+) -> Result<Channel, ConnectError> {
     Ok(Channel { address: address.into() })
 }
 

@@ -1,7 +1,7 @@
 //! [`ShmServer`]: node side of shared memory. Accepts client processes, serves their streams, and detects their exit.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,6 +16,13 @@ use crate::tcp::server::{Shared as StreamServer, TcpServerConfig};
 
 /// Interval at which waiting threads check whether they must stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Most handshakes at the same time, each on a thread; further processes wait in the kernel's queue. A silent one is closed
+/// after two seconds.
+const HANDSHAKES_MAX: usize = 64;
+
+/// Interval at which the acceptor checks whether a handshake has ended, at their limit.
+const HANDSHAKE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Configuration of a shared-memory server.
 #[derive(Clone, Debug)]
@@ -65,6 +72,7 @@ struct Shared {
     streams: Arc<StreamServer>,
     exits: ExitMonitor,
     clients: Mutex<Vec<JoinHandle<()>>>,
+    handshakes: AtomicUsize,
     stopped: AtomicBool,
 }
 
@@ -86,11 +94,13 @@ impl ShmServer {
         let stream_config = TcpServerConfig {
             listen: Vec::new(),
             connections_max: streams_max,
+            connections_per_peer_max: streams_max.div_ceil(2),
             ..TcpServerConfig::default()
         };
         let streams = StreamServer::new(stream_config, Arc::clone(&owner), metrics);
         let (exits, clients, stopped) = (ExitMonitor::new()?, Mutex::default(), AtomicBool::new(false));
-        let shared = Arc::new(Shared { listener, owner, streams, exits, clients, stopped });
+        let handshakes = AtomicUsize::new(0);
+        let shared = Arc::new(Shared { listener, owner, streams, exits, clients, handshakes, stopped });
         let mut server = ShmServer { shared, threads: Vec::new(), socket: path };
         server.spawn("moontide-shm", Shared::accept_clients)?;
         server.spawn("moontide-exits", Shared::handle_exits)?;
@@ -132,6 +142,10 @@ impl Shared {
 
     fn accept_clients(self: &Arc<Self>) {
         while !self.is_stopped() {
+            if self.handshakes.load(Ordering::SeqCst) >= HANDSHAKES_MAX {
+                std::thread::sleep(HANDSHAKE_POLL_INTERVAL);
+                continue;
+            }
             match self.listener.accept_timeout(STOP_POLL_INTERVAL) {
                 Ok(None) => {}
                 Ok(Some(socket)) => {
@@ -139,16 +153,23 @@ impl Shared {
                     // One thread per client, so that a slow handshake does not delay other clients.
                     let thread =
                         std::thread::Builder::new().name("moontide-client".into()).stack_size(256 << 10);
-                    let spawned =
-                        thread.spawn(move || match shared.listener.handshake(socket, shared.owner.heap()) {
+                    self.handshakes.fetch_add(1, Ordering::SeqCst);
+                    let spawned = thread.spawn(move || {
+                        let attached = shared.listener.handshake(socket, shared.owner.heap());
+                        shared.handshakes.fetch_sub(1, Ordering::SeqCst);
+                        match attached {
                             Ok(client) => shared.serve_client(client),
                             Err(error) => warn!(%error, "shm client rejected"),
-                        });
+                        }
+                    });
                     let mut clients = lock(&self.clients);
                     clients.retain(|client| !client.is_finished());
                     match spawned {
                         Ok(thread) => clients.push(thread),
-                        Err(error) => warn!(%error, "cannot start a thread for an shm client"),
+                        Err(error) => {
+                            self.handshakes.fetch_sub(1, Ordering::SeqCst);
+                            warn!(%error, "cannot start a thread for an shm client");
+                        }
                     }
                 }
                 Err(error) => {

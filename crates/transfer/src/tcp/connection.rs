@@ -58,6 +58,8 @@ pub(crate) struct Connection {
     /// Bytes assigned to this connection and not yet moved.
     load: AtomicU64,
     dead: AtomicBool,
+    /// A request was sent on it.
+    used: AtomicBool,
     worker: Worker,
 }
 
@@ -101,6 +103,7 @@ impl Connection {
             in_flight: InFlightTable::new(inflight_max),
             load: AtomicU64::new(0),
             dead: AtomicBool::new(false),
+            used: AtomicBool::new(false),
             // Without a `WakeFd` (the process is out of descriptors) requests wait for the next reply.
             worker: Worker { wake_fd: WakeFd::new().ok(), ..Worker::default() },
         }
@@ -120,6 +123,23 @@ impl Connection {
     /// Removes `bytes` that were moved, or will not be.
     pub(crate) fn drop_load(&self, bytes: u64) {
         self.load.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Ends the connection, and returns `true`, if no request was ever sent on it and the peer has closed it: servers close
+    /// connections without requests. Later this check would cost each request a system call.
+    pub(crate) fn is_closed_before_use(&self) -> bool {
+        // Relaxed: a thread that checks once more does no harm.
+        if self.used.load(Ordering::Relaxed) {
+            return false;
+        }
+        // Without a request there is no reply: a readable stream has ended.
+        let is_closed = self.socket.wait(true, false, Instant::now()).is_ok_and(|ready| ready.readable);
+        // Another thread may have sent a request, and have its reply.
+        let is_closed = is_closed && !self.used.load(Ordering::SeqCst);
+        if is_closed {
+            self.fail(ConnectionError::Closed { peer: self.socket.name() });
+        }
+        is_closed
     }
 
     /// Returns the time since the connection was opened.
@@ -174,6 +194,9 @@ impl Connection {
                 Ok(()) => break Ok(()),
             }
         };
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::SeqCst);
+        }
         let sent = if inserted.is_ok() { self.send(number, request) } else { Ok(()) };
         if let Err(error) = sent {
             // A part of it may be on the wire: the peer could not parse a following frame.

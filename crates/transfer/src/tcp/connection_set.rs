@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
+use moontide_auth::{Credentials, ExpectedServer};
 use moontide_proto::{Hello, Token};
 use moontide_rt::mix64;
 use moontide_rt::sync::{Arc, Condvar, Mutex, lock, wait};
@@ -22,6 +23,7 @@ use crate::rails::{FAILURES_RESET_AFTER, Rail, RailCandidate, RailState, choose}
 use crate::tcp::connection::Connection;
 use crate::tcp::handshake;
 use crate::tcp::socket::Socket;
+use crate::tcp::tls::ALPN;
 use crate::topology::{RailAddress, current_numa_node};
 
 /// Default number of connections to a peer: the second one uses a second core.
@@ -51,8 +53,28 @@ pub struct TcpConfig {
     pub inflight_max: u32,
     /// Credential of this process, sent in the handshake.
     pub token: Token,
+    /// Certificate of this process; `None`: connections are not encrypted.
+    pub credentials: Option<Arc<Credentials>>,
     /// Random number that identifies this process, drawn at its start.
     pub caller: u64,
+    /// Node on the host of this process, sent in the handshake.
+    pub near: NearNode,
+}
+
+/// The node on the host of this process, whose memory it maps: peers learn where objects that it reads much should be.
+#[derive(Clone, Debug, Default)]
+pub struct NearNode(Arc<AtomicU64>);
+
+impl NearNode {
+    /// Sets the node; `None`: there is none. Connections that are opened later announce it.
+    pub fn set(&self, node: Option<NodeId>) {
+        // Relaxed, here and below: a hint, ordered with nothing.
+        self.0.store(node.map_or(0, |node| node.0), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> NodeId {
+        NodeId(self.0.load(Ordering::Relaxed))
+    }
 }
 
 impl Default for TcpConfig {
@@ -64,7 +86,9 @@ impl Default for TcpConfig {
             bind: Vec::new(),
             inflight_max: 64,
             token: Token::NONE,
+            credentials: None,
             caller: random(),
+            near: NearNode::default(),
         }
     }
 }
@@ -228,7 +252,15 @@ impl ConnectionSet {
                 connection.take_load(bytes);
                 Arc::clone(connection)
             };
-            return Ok(Some(frames.iter().map(assign).collect()));
+            let assigned: Vec<Arc<Connection>> = frames.iter().map(assign).collect();
+            // Each of them, so that the next attempt finds no other closed one.
+            if assigned.iter().filter(|connection| connection.is_closed_before_use()).count() == 0 {
+                return Ok(Some(assigned));
+            }
+            for (connection, &bytes) in assigned.iter().zip(frames) {
+                connection.drop_load(bytes);
+            }
+            return self.try_assign(state, frames);
         }
         // A rail that is connecting may be up in a moment. A caller does not wait for one that is backing off, unless
         // it worked until just now and no error shows that the peer is gone.
@@ -351,10 +383,14 @@ impl ConnectionSet {
         let RailAddress { local, peer, .. } = self.rails[rail];
         let deadline = Instant::now() + self.config.connect;
         let socket = Socket::connect(local, peer, deadline)?;
-        let TcpConfig { inflight_max, token, caller, stall, .. } = self.config;
+        if let Some(credentials) = &self.config.credentials {
+            let expected = ExpectedServer::Node(self.node);
+            socket.start_client_tls(credentials.client(expected, &[ALPN]), deadline)?;
+        }
+        let TcpConfig { inflight_max, token, caller, stall, ref near, .. } = self.config;
         let local_hello = handshake::hello(NodeId(0), caller, inflight_max.max(1), token);
         let Hello { inflight_max: allowed, .. } =
-            handshake::client_handshake(&socket, &local_hello, self.node, deadline)?;
+            handshake::client_handshake(&socket, (&local_hello, near.get()), self.node, deadline)?;
         Ok(Connection::new(socket, stall, inflight_max.min(allowed) as usize))
     }
 

@@ -1,24 +1,23 @@
 //! Handshake that opens a connection, client and server side.
 
-use moontide_proto::{
-    FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Hello, ProtocolVersions, Token,
-};
+use moontide_proto::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, Hello, ProtocolVersions, Token};
 use moontide_rt::time::Instant;
 use moontide_types::{ErrorCode, NodeId};
 
 use crate::error::ConnectionError;
 use crate::tcp::socket::{IoError, IoTimeout, Socket};
 
-/// Sends a Hello and checks the reply of the peer.
+/// Sends a Hello, with the node on the host of this process, and checks the reply of the peer.
 pub(crate) fn client_handshake(
     socket: &Socket,
-    local: &Hello,
+    (local, near): (&Hello, NodeId),
     expected: NodeId,
     deadline: Instant,
 ) -> Result<Hello, ConnectionError> {
     let timeout = IoTimeout::until(deadline);
     let peer = socket.name();
-    send_hello(socket, FrameKind::Hello, local, timeout).map_err(|error| handshake_error(socket, error))?;
+    send_hello(socket, FrameKind::Hello, (local, near), timeout)
+        .map_err(|error| handshake_error(socket, error))?;
     let (header, body) = recv_hello(socket, timeout).map_err(|error| handshake_error(socket, error))?;
     let unexpected = ConnectionError::UnexpectedReply { peer, kind: header.kind, request: header.request };
     match (header.kind, header.status) {
@@ -38,12 +37,13 @@ pub(crate) fn client_handshake(
     Ok(hello)
 }
 
-/// Receives a Hello and replies with the result of `authorize`: the Hello of this node, or a code.
+/// Receives a Hello and replies with the result of `authorize`: the Hello of this node, or a code. Returns the Hello, and the
+/// node on the host of the peer.
 pub(crate) fn server_handshake(
     socket: &Socket,
     deadline: Instant,
     authorize: impl FnOnce(&Hello) -> Result<Hello, ErrorCode>,
-) -> Result<Hello, ConnectionError> {
+) -> Result<(Hello, NodeId), ConnectionError> {
     let timeout = IoTimeout::until(deadline);
     let peer = socket.name();
     let (header, body) = recv_hello(socket, timeout).map_err(|error| handshake_error(socket, error))?;
@@ -58,9 +58,9 @@ pub(crate) fn server_handshake(
     };
     match authorized {
         Ok(local) => {
-            send_hello(socket, FrameKind::HelloAck, &local, timeout)
+            send_hello(socket, FrameKind::HelloAck, (&local, NodeId(0)), timeout)
                 .map_err(|error| handshake_error(socket, error))?;
-            Ok(hello)
+            Ok((hello, Hello::near_node(&body)))
         }
         Err(code) => {
             let refusal =
@@ -77,10 +77,17 @@ pub(crate) fn hello(node: NodeId, caller: u64, inflight_max: u32, token: Token) 
     Hello { node, caller, versions: ProtocolVersions::CURRENT, inflight_max, features: 0, token }
 }
 
-fn send_hello(socket: &Socket, kind: FrameKind, hello: &Hello, timeout: IoTimeout) -> Result<(), IoError> {
-    let header = FrameHeader { body_len: Hello::BYTES as u32, ..FrameHeader::new(kind, 0) };
+fn send_hello(
+    socket: &Socket,
+    kind: FrameKind,
+    (hello, near): (&Hello, NodeId),
+    timeout: IoTimeout,
+) -> Result<(), IoError> {
+    let mut body = Vec::new();
+    hello.encode_body(near, &mut body);
+    let header = FrameHeader { body_len: body.len() as u32, ..FrameHeader::new(kind, 0) };
     let mut bytes = header.encode().to_vec();
-    hello.encode(&mut bytes);
+    bytes.extend_from_slice(&body);
     socket.send(&bytes, timeout)
 }
 

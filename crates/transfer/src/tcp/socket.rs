@@ -3,17 +3,23 @@
 //! Bytes move directly between the socket and the caller's memory; nothing is buffered here. While bytes flow the calls
 //! block in the kernel (`MSG_WAITALL`, with a timeout of [`BLOCKING_CALL_MAX`]), which saves a call per wake-up. Where
 //! the wait may be long, it is a poll with the exact time limit.
+//!
+//! After [`Socket::start_client_tls`] or [`Socket::start_server_tls`] the same methods send and receive over TLS. Then bytes pass
+//! through the buffers of the session, and every wait is a poll.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use moontide_auth::{Identity, Session, rustls};
 use moontide_rt::time::Instant;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
 
 use crate::error::{ConnectionError, PeerName};
+use crate::tcp::tls::TlsLayer;
 
 /// How long a blocking call may stay in the kernel before the deadline is checked. Long, because every wait sets a
 /// timer, and a processor that becomes idle programs its timer interrupt for the next one.
@@ -89,6 +95,8 @@ impl WakeFd {
 pub(crate) struct Socket {
     fd: OwnedFd,
     name: PeerName,
+    /// Set once, before other threads use the socket.
+    tls: OnceLock<TlsLayer>,
 }
 
 impl Socket {
@@ -132,7 +140,7 @@ impl Socket {
 
     /// Wraps a connected stream.
     pub(crate) fn new(fd: OwnedFd, name: PeerName) -> Result<Socket, ConnectionError> {
-        let socket = Socket { fd, name };
+        let socket = Socket { fd, name, tls: OnceLock::new() };
         socket.set_up().map_err(|source| ConnectionError::System {
             what: "set up the socket to",
             peer: name,
@@ -154,6 +162,39 @@ impl Socket {
             sockopt::set_tcp_keepcnt(&self.fd, 5)?;
         }
         Ok(())
+    }
+
+    /// Runs the handshake of a client, until `deadline`. From then on all bytes are encrypted.
+    pub(crate) fn start_client_tls(
+        &self,
+        config: Arc<rustls::ClientConfig>,
+        deadline: Instant,
+    ) -> Result<(), ConnectionError> {
+        self.start_tls(Session::client(config), deadline)
+    }
+
+    /// Runs the handshake of a server, until `deadline`. From then on all bytes are encrypted.
+    pub(crate) fn start_server_tls(
+        &self,
+        config: Arc<rustls::ServerConfig>,
+        deadline: Instant,
+    ) -> Result<(), ConnectionError> {
+        self.start_tls(Session::server(config), deadline)
+    }
+
+    fn start_tls(
+        &self,
+        session: Result<Session, rustls::Error>,
+        deadline: Instant,
+    ) -> Result<(), ConnectionError> {
+        let layer = TlsLayer::handshake(self, session, deadline)?;
+        assert!(self.tls.set(layer).is_ok(), "TLS is started once");
+        Ok(())
+    }
+
+    /// Returns the identity of the peer, if the connection uses TLS and the peer has a certificate.
+    pub(crate) fn peer(&self) -> Option<&Identity> {
+        self.tls.get()?.peer()
     }
 
     /// Returns the name of the peer.
@@ -203,6 +244,18 @@ impl Socket {
         let expects_bytes = !iovecs.is_empty();
         let began = Instant::now();
         let end = timeout.end(began);
+        if let Some(tls) = self.tls.get() {
+            loop {
+                // SAFETY: the caller upholds the contract, which is the same.
+                let count = unsafe { tls.try_receive(self, iovecs) }?;
+                if count > 0 || !expects_bytes {
+                    return Ok(count);
+                }
+                if !self.wait(true, false, end)?.readable {
+                    return Err(self.timed_out(timeout, began));
+                }
+            }
+        }
         loop {
             let now = Instant::now();
             if now >= timeout.deadline {
@@ -250,6 +303,18 @@ impl Socket {
     ) -> Result<usize, IoError> {
         let began = Instant::now();
         let end = timeout.end(began);
+        if let Some(tls) = self.tls.get() {
+            loop {
+                // SAFETY: the caller upholds the contract, which is the same.
+                let count = unsafe { tls.try_send(self, iovecs) }?;
+                if count > 0 {
+                    return Ok(count);
+                }
+                if !self.wait(false, true, end)?.writable {
+                    return Err(self.timed_out(timeout, began));
+                }
+            }
+        }
         let more = if more { libc::MSG_MORE } else { 0 };
         loop {
             let exact = end.saturating_duration_since(Instant::now()) <= BLOCKING_CALL_MAX;
@@ -268,7 +333,8 @@ impl Socket {
         }
     }
 
-    /// As [`Socket::send_some`], but returns 0 if nothing can be sent now.
+    /// As [`Socket::send_some`], but returns 0 if nothing can be sent now. Then the next call must be given the same bytes again: with
+    /// TLS a part of them may be on the way.
     ///
     /// # Safety
     /// As [`Socket::send_some`].
@@ -277,6 +343,10 @@ impl Socket {
         iovecs: &mut [libc::iovec],
         more: bool,
     ) -> Result<usize, ConnectionError> {
+        if let Some(tls) = self.tls.get() {
+            // SAFETY: the caller upholds the contract, which is the same.
+            return unsafe { tls.try_send(self, iovecs) };
+        }
         let flags = libc::MSG_DONTWAIT | if more { libc::MSG_MORE } else { 0 };
         // SAFETY: the caller upholds the contract, which is the same.
         match unsafe { self.sendmsg(iovecs, flags) } {
@@ -295,6 +365,16 @@ impl Socket {
 
     /// Receives the bytes that are available now. Returns their number.
     pub(crate) fn try_receive(&self, into: &mut [u8]) -> Result<usize, ConnectionError> {
+        if let Some(tls) = self.tls.get() {
+            let mut iovecs = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
+            // SAFETY: `into` is borrowed for the call.
+            return unsafe { tls.try_receive(self, &mut iovecs) };
+        }
+        self.try_receive_raw(into)
+    }
+
+    /// Receives the bytes that are available now, as they are on the wire.
+    pub(super) fn try_receive_raw(&self, into: &mut [u8]) -> Result<usize, ConnectionError> {
         let mut iovecs = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
         // SAFETY: `into` is borrowed for the call.
         match unsafe { self.recvmsg(&mut iovecs, libc::MSG_DONTWAIT) } {
@@ -305,8 +385,27 @@ impl Socket {
         }
     }
 
+    /// Sends what the socket accepts now, as it is. Returns the number of bytes.
+    pub(super) fn try_send_raw(&self, bytes: &[u8]) -> Result<usize, ConnectionError> {
+        let mut iovecs = [libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }];
+        // SAFETY: `bytes` is borrowed for the call.
+        match unsafe { self.sendmsg(&mut iovecs, libc::MSG_DONTWAIT) } {
+            Ok(count) => Ok(count),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            Err(errno) => Err(self.failed("send to", errno)),
+        }
+    }
+
+    /// Returns whether bytes can be received without a wait for the socket.
+    fn has_received(&self) -> bool {
+        self.tls.get().is_some_and(TlsLayer::is_readable)
+    }
+
     /// Waits until the socket is ready, at most until `end`. The end of the stream counts as readable and writable.
     pub(crate) fn wait(&self, read: bool, write: bool, end: Instant) -> Result<Readiness, ConnectionError> {
+        if read && self.has_received() {
+            return Ok(Readiness { readable: true, writable: false });
+        }
         let mut events = PollFlags::empty();
         events.set(PollFlags::IN, read);
         events.set(PollFlags::OUT, write);
@@ -330,6 +429,9 @@ impl Socket {
 
     /// Waits for bytes or for `wake_fd`, at most until `end`. Returns whether there are bytes to receive.
     pub(crate) fn wait_or_wake(&self, wake_fd: &WakeFd, end: Instant) -> Result<bool, ConnectionError> {
+        if self.has_received() {
+            return Ok(true);
+        }
         let mut wait = [PollFd::new(&self.fd, PollFlags::IN), PollFd::new(&wake_fd.0, PollFlags::IN)];
         let left = end.saturating_duration_since(Instant::now());
         match rustix::event::poll(&mut wait, Some(&timespec(left))) {
@@ -340,6 +442,9 @@ impl Socket {
 
     /// Waits for the next byte without a time limit; [`Socket::shut_down`] ends the wait.
     pub(crate) fn wait_readable(&self) -> Result<(), ConnectionError> {
+        if self.has_received() {
+            return Ok(());
+        }
         let mut wait = [PollFd::new(&self.fd, PollFlags::IN)];
         loop {
             match rustix::event::poll(&mut wait, None) {

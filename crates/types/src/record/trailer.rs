@@ -10,6 +10,7 @@
 use crate::clock::UnixMillis;
 use crate::key::{Key, KeyError, Tenant};
 use crate::limits::{COHORT_BYTES_MAX, PARENT_HASH_BYTES_MAX, REPLICAS_MAX, USER_DATA_BYTES_MAX};
+use crate::placement::Spread;
 use crate::record::layout::ATTRIBUTES_BYTES_MAX;
 
 /// Error of the decoding of a trailer.
@@ -56,6 +57,8 @@ const COHORT: u16 = 3;
 const PARENT: u16 = 4;
 const USER_DATA: u16 = 5;
 const EXTRA_REPLICAS: u16 = 6;
+const SPREAD: u16 = 7;
+const DISK_REPLICAS: u16 = 8;
 
 /// Returns the CRC-32C over both sections, as stored in the header.
 pub fn trailer_crc(key_section: &[u8], attributes: &[u8]) -> u32 {
@@ -158,6 +161,10 @@ pub struct Attributes {
     pub user_data: Option<Box<[u8]>>,
     /// Replicas that the writer asked for, besides the first. Masters make those that are lost again.
     pub extra_replicas: u8,
+    /// What the replicas must not share, besides their node.
+    pub spread: Option<Spread>,
+    /// Disks that shall have the object, besides memory; at most [`REPLICAS_MAX`].
+    pub disk_replicas: u8,
 }
 
 impl Attributes {
@@ -175,6 +182,8 @@ impl Attributes {
             parent: self.parent.as_ref().map(ParentHash::as_bytes),
             user_data: self.user_data.as_deref(),
             extra_replicas: self.extra_replicas,
+            spread: self.spread,
+            disk_replicas: self.disk_replicas,
         }
     }
 
@@ -207,6 +216,12 @@ impl Attributes {
         if self.extra_replicas > 0 {
             put(EXTRA_REPLICAS, &[self.extra_replicas]);
         }
+        if let Some(spread) = self.spread {
+            put(SPREAD, &[spread.number()]);
+        }
+        if self.disk_replicas > 0 {
+            put(DISK_REPLICAS, &[self.disk_replicas]);
+        }
     }
 
     /// Decodes the section.
@@ -230,6 +245,10 @@ pub struct AttributesRef<'a> {
     pub user_data: Option<&'a [u8]>,
     /// Replicas that the writer asked for, besides the first; fewer than [`REPLICAS_MAX`].
     pub extra_replicas: u8,
+    /// What the replicas must not share, besides their node.
+    pub spread: Option<Spread>,
+    /// Disks that shall have the object, besides memory; at most [`REPLICAS_MAX`].
+    pub disk_replicas: u8,
 }
 
 impl<'a> AttributesRef<'a> {
@@ -244,6 +263,9 @@ impl<'a> AttributesRef<'a> {
         bounded(USER_DATA, self.user_data, USER_DATA_BYTES_MAX)?;
         if usize::from(self.extra_replicas) >= REPLICAS_MAX {
             return Err(TrailerError::Value { kind: EXTRA_REPLICAS, len: 1 });
+        }
+        if usize::from(self.disk_replicas) > REPLICAS_MAX {
+            return Err(TrailerError::Value { kind: DISK_REPLICAS, len: 1 });
         }
         Ok(())
     }
@@ -279,6 +301,14 @@ impl<'a> AttributesRef<'a> {
                     let &[number @ 1..=u8::MAX] = value else { return Err(invalid) };
                     attributes.extra_replicas = number;
                 }
+                SPREAD => {
+                    let &[number] = value else { return Err(invalid) };
+                    attributes.spread = Some(Spread::from_number(number).ok_or(invalid)?);
+                }
+                DISK_REPLICAS => {
+                    let &[number @ 1..=u8::MAX] = value else { return Err(invalid) };
+                    attributes.disk_replicas = number;
+                }
                 _unknown => {}
             }
         }
@@ -298,6 +328,8 @@ impl<'a> AttributesRef<'a> {
             parent: self.parent.map(|parent| ParentHash::new(parent).expect("checked by decode")),
             user_data: self.user_data.map(Into::into),
             extra_replicas: self.extra_replicas,
+            spread: self.spread,
+            disk_replicas: self.disk_replicas,
         }
     }
 }
@@ -330,6 +362,8 @@ mod tests {
             parent: ParentHash::new(&[9; 32]),
             user_data: Some((*b"tokens").into()),
             extra_replicas: 1,
+            spread: Some(Spread::Rack),
+            disk_replicas: 2,
         }
     }
 
@@ -380,6 +414,15 @@ mod tests {
             assert_eq!(error_of(&[6, 0, 1, 0, replicas]), TrailerError::Value { kind: 6, len: 1 });
         }
         assert_eq!(Attributes::decode(&[6, 0, 1, 0, 7]).unwrap().extra_replicas, 7);
+        for spread in [0, 4, 255] {
+            assert_eq!(error_of(&[7, 0, 1, 0, spread]), TrailerError::Value { kind: 7, len: 1 });
+        }
+        assert_eq!(error_of(&[7, 0, 2, 0, 1, 0]), TrailerError::Value { kind: 7, len: 2 });
+        assert_eq!(Attributes::decode(&[7, 0, 1, 0, 3]).unwrap().spread, Some(Spread::Zone));
+        for replicas in [0, 9, 255] {
+            assert_eq!(error_of(&[8, 0, 1, 0, replicas]), TrailerError::Value { kind: 8, len: 1 });
+        }
+        assert_eq!(Attributes::decode(&[8, 0, 1, 0, 8]).unwrap().disk_replicas, 8);
         assert_eq!(error_of(&[1, 0, 1, 0, 1, 1, 0, 1, 0, 1]), TrailerError::OutOfOrder { kind: 1 });
         assert_eq!(error_of(&[0, 0, 0, 0]), TrailerError::OutOfOrder { kind: 0 });
         assert_eq!(error_of(&vec![0; 5000]), TrailerError::AttributesTooLong { len: 5000 });

@@ -17,6 +17,7 @@ from moontide.store import Store
 from .buffers import Buffers
 from .codes import BAD_ARGUMENT, CORRUPT, INTERNAL, NOT_FOUND, READ, TRANSFER_FAILED, WRITE, code_of
 from .config import ReplicateConfig, options
+from .places import Places
 
 _KEY_BYTES_MAX = 4096
 # Error of the store for an object that is shorter than its memory: OutOfBounds.
@@ -51,6 +52,7 @@ class Addresses:
 
     _store: Store | None
     _buffers: Buffers
+    _places: Places
     _get: Callable[..., list[int]]
     _put: Callable[..., list[int]]
 
@@ -119,7 +121,7 @@ class Addresses:
         if not size:
             return 0 if self._store is not None else BAD_ARGUMENT
         try:
-            opts = None if config is None and not overwrite else options(config, 1, overwrite)
+            opts = None if config is None and not overwrite else options(config, 1, self._places, overwrite)
             code = self._put((key,), (buffer_ptr,), (size,), opts)[0]
         except Exception as error:
             return code_of(error, WRITE)
@@ -157,7 +159,7 @@ class Addresses:
         if not count or count != len(buffer_ptrs) or count != len(sizes):
             return [BAD_ARGUMENT] * count
         try:
-            opts = options(config, count, overwrite)
+            opts = options(config, count, self._places, overwrite)
         except ValueError as error:
             return [code_of(error)] * count
         return self._put_with(keys, buffer_ptrs, sizes, opts)
@@ -185,7 +187,7 @@ class Addresses:
     ) -> list[int]:
         """As `batch_put_from`, each object from several buffers."""
         try:
-            opts = options(config, len(keys))
+            opts = options(config, len(keys), self._places)
         except ValueError as error:
             return [code_of(error)] * len(keys)
         return self._put_parts_with(keys, all_buffer_ptrs, all_sizes, opts)

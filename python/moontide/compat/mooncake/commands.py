@@ -5,6 +5,7 @@ without a counterpart are listed on standard error and ignored. The process then
 the same.
 """
 
+import ipaddress
 import os
 import socket
 import sys
@@ -125,6 +126,12 @@ def _permille(ratio: str) -> int:
     return round(float(ratio) * 1000)
 
 
+def _tls(*hosts: str) -> list[str]:
+    """Returns the words that allow hosts on the network without TLS, as Mooncake does, unless there is a certificate."""
+    public = any(not ipaddress.ip_address(host).is_loopback for host in hosts)
+    return ["--insecure-no-tls", "true"] if public and "MOONTIDE_CA" not in os.environ else []
+
+
 def master_arguments(flags: Flags) -> list[str]:
     """Returns the arguments of ``moontide master``. Raises ValueError for invalid values."""
     host = _ip(flags.take("rpc_address") or "0.0.0.0")
@@ -143,6 +150,7 @@ def master_arguments(flags: Flags) -> list[str]:
             words += ["--frame-advertise", f"{own}:{frame}"]
     metrics_host = _ip(flags.take("metrics_host") or "0.0.0.0")
     words += ["--admin-listen", f"{metrics_host}:{int(flags.take('metrics_port') or 9003)}"]
+    words += _tls(host, metrics_host)
     high, share = flags.take("eviction_high_watermark_ratio"), flags.take("eviction_ratio")
     if high or share:
         high_permille = _permille(high or "0.95")
@@ -171,6 +179,7 @@ def node_arguments(flags: Flags) -> list[str]:
         words += ["--listen", f"{host}:{data_port}", "--advertise", f"{_own_address()}:{data_port}"]
     else:
         words += ["--listen", f"{host}:0"]
+    words += _tls(host)
     if flags.take_bool("enable_offload"):
         disk_dir = os.environ.get("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH")
         if not disk_dir:

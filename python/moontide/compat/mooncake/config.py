@@ -5,6 +5,8 @@ from typing import Any
 
 from moontide._native import PutOptions
 
+from .places import Places
+
 
 class SoftPinAction(enum.IntEnum):
     """Whether an object is evicted after others."""
@@ -31,6 +33,9 @@ class ObjectDataType(enum.IntEnum):
 
 # Maximum number of replicas of an object.
 _REPLICAS_MAX = 8
+
+# Maximum number of derived options that are kept: preferred nodes get new ids when they start again.
+_CACHED_MAX = 16
 
 # Type and default of each field.
 _FIELDS: dict[str, tuple[Any, Any]] = {
@@ -68,7 +73,7 @@ class ReplicateConfig:
     nof_replica_num: int
     dfs_replica_num: int
     preferred_nof_segments: list[str]
-    _cached: dict[tuple[bool, str | None], PutOptions]
+    _cached: dict[tuple[bool, tuple[str, ...]], PutOptions]
 
     def __init__(self) -> None:
         for name, (kind, value) in _FIELDS.items():
@@ -88,9 +93,12 @@ class ReplicateConfig:
         fields = ", ".join(f"{name}: {getattr(self, name)!r}" for name in _FIELDS)
         return f"ReplicateConfig: {{ {fields} }}"
 
-    def _options(self, overwrite: bool, cohort: str | None) -> PutOptions:
+    def _options(self, overwrite: bool, cohort: str | None, places: Places) -> PutOptions:
         """Returns Moontide's options. Fewer replicas than requested are enough, as for Mooncake."""
-        cached = self._cached.get((overwrite, cohort))
+        prefer: tuple[str, ...] = ()
+        if self.preferred_segments or self.preferred_segment:
+            prefer = places.of(filter(None, [*self.preferred_segments, self.preferred_segment]))
+        cached = self._cached.get((overwrite, prefer)) if cohort is None else None
         if cached is None:
             soft = self.with_soft_pin or self.soft_pin_action is SoftPinAction.ENABLE
             cached = PutOptions(
@@ -99,9 +107,10 @@ class ReplicateConfig:
                 overwrite=overwrite,
                 pin="hard" if self.with_hard_pin else "soft" if soft else "none",
                 cohort=cohort,
+                prefer=prefer,
             )
-            if cohort is None:
-                self._cached[overwrite, None] = cached
+            if cohort is None and len(self._cached) < _CACHED_MAX:
+                self._cached[overwrite, prefer] = cached
         return cached
 
 
@@ -109,8 +118,8 @@ _OVERWRITE = PutOptions(overwrite=True)
 _COHORT_BYTES_MAX = 64
 
 
-def options(config: ReplicateConfig | None, keys: int, overwrite: bool = False) -> PutOptions | None:
-    """Returns the options of a call with ``keys`` keys.
+def options(config: ReplicateConfig | None, keys: int, places: Places, overwrite: bool = False) -> PutOptions | None:
+    """Returns the options of a call with ``keys`` keys. ``places`` translates the names of segments.
 
     Raises ValueError where Mooncake fails: no replicas, a time to live without a soft pin, or a number of group ids
     that differs from the number of keys.
@@ -130,4 +139,4 @@ def options(config: ReplicateConfig | None, keys: int, overwrite: bool = False) 
         # Options apply to a whole call. Different ids within a call are ignored.
         if groups and groups.count(groups[0]) == keys and 0 < len(groups[0].encode()) <= _COHORT_BYTES_MAX:
             cohort = groups[0]
-    return config._options(overwrite, cohort)
+    return config._options(overwrite, cohort, places)

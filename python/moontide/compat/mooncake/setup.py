@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import ssl
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class Segment:
             self._node = LocalNode(
                 settings.master,
                 memory,
-                listen=f"{_address_of(settings.hostname)}:0",
+                listen=f"{address_of(settings.hostname)}:0",
                 disk_dir=disk_dir,
                 disk_limit_bytes=parse_size(limit) if limit and disk_dir else None,
             )
@@ -184,7 +185,7 @@ def split_port(address: str) -> tuple[str, int | None]:
     return host.strip("[]"), int(port)
 
 
-def _address_of(hostname: str) -> str:
+def address_of(hostname: str) -> str:
     """Returns an address to listen on. Raises ValueError for an unknown name."""
     host, _ = split_port(hostname)
     try:
@@ -206,12 +207,20 @@ def master_of_node(server_address: str) -> str | None:
     if port is None:
         LOG.error("%r is not the host:port of a node started by mooncake_client", server_address)
         return None
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    scheme = "http"
+    if ca := os.environ.get("MOONTIDE_CA"):
+        # The certificate names the node, not its host. `/health` needs no certificate of this process.
+        context = ssl.create_default_context(cafile=ca)
+        context.check_hostname = False
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+        scheme = "https"
+    opener = urllib.request.build_opener(*handlers)
     reason: object = None
     for name in dict.fromkeys((host, "127.0.0.1")):
         name = f"[{name}]" if ":" in name else name
         try:
-            with opener.open(f"http://{name}:{port}/health", timeout=2) as response:
+            with opener.open(f"{scheme}://{name}:{port}/health", timeout=2) as response:
                 page = json.load(response)
         except (OSError, ValueError) as error:
             reason = error

@@ -28,6 +28,7 @@ from .codes import (
     not_set_up,
 )
 from .config import ReplicateConfig, options
+from .places import Places
 from .replicas import (
     Descriptor,
     LocalDiskDescriptor,
@@ -148,12 +149,14 @@ class MooncakeDistributedStore(Addresses, Tensors):
         self._hostname = segment.name if segment is not None else settings.hostname
         self._get = store._get_addresses
         self._put = store._put_addresses
+        self._places = Places(store.nodes)
         self._exists = store._exists_codes
         return 0
 
     def _detach(self) -> None:
         """Resets to the state before ``setup``, in which every call fails with NotSetUp."""
         self._buffers = Buffers()
+        self._places = Places(list)
         self._pool = None
         self._unknown = BAD_ARGUMENT
         self._hostname = ""
@@ -219,7 +222,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         if not memoryview(value).nbytes:
             return BAD_ARGUMENT
         try:
-            self._stored().put(key, value, options(config, 1, overwrite))
+            self._stored().put(key, value, options(config, 1, self._places, overwrite))
         except Exception as error:
             return code_of(error, WRITE)
         return 0
@@ -237,7 +240,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         try:
             store = self._stored()
             if nonempty:
-                store.put_from(key, nonempty, options(config, 1, overwrite))
+                store.put_from(key, nonempty, options(config, 1, self._places, overwrite))
         except Exception as error:
             return code_of(error, WRITE)
         return 0
@@ -261,7 +264,7 @@ class MooncakeDistributedStore(Addresses, Tensors):
         try:
             store = self._stored()
             if keys:
-                store.batch_put(keys, values, options(config, len(keys), overwrite))
+                store.batch_put(keys, values, options(config, len(keys), self._places, overwrite))
         except BatchError as error:
             failed = (code_of(o, WRITE) for o in error.outcomes if isinstance(o, Error))
             return next((code for code in failed if code), 0 if all(good) else BAD_ARGUMENT)
@@ -405,11 +408,12 @@ class MooncakeDistributedStore(Addresses, Tensors):
         return self.batch_get_replica_desc([key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """As `get_replica_desc`, for many keys; only existing objects. Makes one call to the master per key."""
+        """As `get_replica_desc`, for many keys; only existing objects."""
         found: dict[str, list[ReplicaDescriptor]] = {}
         try:
             store = self._stored()
-            stats = {key: store.stat(key) for key in keys if is_key(key)}
+            good = [key for key in keys if is_key(key)]
+            stats = dict(zip(good, store.batch_stat(good), strict=True))
             nodes = {node["node"]: node for node in store.nodes()} if stats else {}
         except Exception as error:
             self._log_failure("batch_get_replica_desc", code_of(error))

@@ -13,6 +13,7 @@ from moontide.store import Store
 
 from .codes import BAD_ARGUMENT, LOG, WRITE, code_of
 from .config import ReplicateConfig, options
+from .places import Places
 
 
 def _parts(tensor: Any, ranks: int, split_dim: int) -> list[Any]:
@@ -37,6 +38,8 @@ def _of_rank(key: str, rank: int) -> str:
 class Tensors:
     """Calls of the store for tensors. Results are torch tensors if torch is installed, otherwise numpy arrays."""
 
+    _places: Places
+
     def _stored(self) -> Store:
         raise NotImplementedError
 
@@ -59,7 +62,7 @@ class Tensors:
     def _put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None, overwrite: bool) -> int:
         try:
             store = self._stored()
-            store.put_tensor(key, tensor, options(config, 1, overwrite))
+            store.put_tensor(key, tensor, options(config, 1, self._places, overwrite))
         except TypeError as error:
             LOG.warning("put of a tensor failed: not a tensor: %s", error)
             return BAD_ARGUMENT

@@ -6,14 +6,12 @@ use std::time::{Duration, Instant};
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moontide_bench::format_bytes;
-use moontide_client::{DrainProgress, Store, StoreConfig, StoreError};
+use moontide_client::{DrainProgress, Store, StoreError};
 use moontide_settings::parse_duration;
 use moontide_types::{ErrorCode, NodeId};
 use serde_json::json;
 
-use super::super::{CommandError, ignore_broken_pipe};
-use crate::process::{LOG_TERMINAL, log_to_stderr};
-use crate::settings::{SettingsArgs, warn_of_unknown_variables};
+use super::super::{CommandError, Target, ignore_broken_pipe};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -57,16 +55,6 @@ struct UndrainArgs {
     node: NodeId,
     #[command(flatten)]
     target: Target,
-}
-
-/// The cluster, and the format of the output.
-#[derive(Debug, ClapArgs)]
-struct Target {
-    #[command(flatten)]
-    settings: SettingsArgs<StoreConfig>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 /// No node has this id.
@@ -138,15 +126,6 @@ pub(super) fn run_undrain(matches: &ArgMatches) -> Result<(), CommandError> {
         true => writeln!(out, "{}", json!({ "node": node.to_string(), "drain": false })),
         false => writeln!(out, "node {node} gets new objects again"),
     })
-}
-
-impl Target {
-    fn connect(&self) -> Result<Store, CommandError> {
-        log_to_stderr(LOG_TERMINAL);
-        let loaded = self.settings.load()?;
-        warn_of_unknown_variables(&loaded);
-        Store::connect(loaded.config).map_err(CommandError::from)
-    }
 }
 
 /// Waits until a node is empty, with a progress bar on a terminal.

@@ -76,11 +76,19 @@ fn print(
     keys: &[Vec<u8>],
     out: &mut StdoutLock<'_>,
 ) -> Result<bool, CommandError> {
+    let infos = match args.long {
+        true => {
+            let borrowed: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
+            store.stat_batch(&borrowed)
+        }
+        false => vec![],
+    };
+    let mut infos = infos.into_iter();
     for key in keys {
         let shown = format::escaped(key);
         let line = if args.long {
-            // The object was removed since it was listed.
-            let Some(info) = store.stat(key)? else { continue };
+            // `None`: the object was removed since it was listed.
+            let Some(info) = infos.next().transpose()?.flatten() else { continue };
             if args.store.json { json_line(&shown, Some(&info)) } else { long_line(&shown, &info) }
         } else if args.store.json {
             json_line(&shown, None)

@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::{ArgMatches, Args as ClapArgs, Command, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use moontide_bench::format_bytes;
-use moontide_client::{PutOptions, PutOutcome};
+use moontide_client::{Place, PutOptions, PutOutcome, Spread};
 use moontide_settings::parse_duration;
 use moontide_types::ErrorCode;
 use moontide_types::limits::OBJECT_BYTES_MAX;
@@ -32,6 +32,8 @@ Examples:
   moontide put model/7b/prefix-0001 block.bin         from a file
   moontide put config settings.json --upsert          replace an existing object
   moontide put hot/block block.bin --replicas 2 --ttl 10m --pin soft
+  moontide put safe block.bin --replicas 2 --spread rack     in two racks, or not at all
+  moontide put k f --prefer 14c4daf3bcb05a85 --prefer 6d0b2f1c9e8a7f34/0   on these nodes, if they have space
 
 Without --upsert an existing object is not changed; this is not an error: the outcome is `already_exists`.";
 
@@ -52,9 +54,18 @@ struct Args {
     /// Minimum number of replicas [default: --replicas]
     #[arg(long, value_name = "N")]
     replicas_min: Option<u8>,
+    /// Disks that shall have the object, besides memory; written after the put
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    disk_replicas: u8,
     /// Stripes per replica [default: by length]
     #[arg(long, value_name = "N")]
     stripes: Option<u16>,
+    /// What the replicas must not share [default: only their node]
+    #[arg(long, value_enum)]
+    spread: Option<SpreadArg>,
+    /// Node or segment to try first; may be repeated up to eight times, in order of preference
+    #[arg(long, value_name = "NODE[/SEGMENT]")]
+    prefer: Vec<Place>,
     /// Time after which the object expires, e.g. 30s, 10m or 2h [default: never]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     ttl: Option<Duration>,
@@ -73,6 +84,26 @@ enum Pin {
     Soft,
     /// Never evicted
     Hard,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum SpreadArg {
+    /// Each replica on a different host
+    Host,
+    /// Each replica in a different rack
+    Rack,
+    /// Each replica in a different zone
+    Zone,
+}
+
+impl From<SpreadArg> for Spread {
+    fn from(spread: SpreadArg) -> Spread {
+        match spread {
+            SpreadArg::Host => Spread::Host,
+            SpreadArg::Rack => Spread::Rack,
+            SpreadArg::Zone => Spread::Zone,
+        }
+    }
 }
 
 /// Error of reading the value.
@@ -100,7 +131,10 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let options = PutOptions {
         replicas: args.replicas,
         replicas_min: args.replicas_min.unwrap_or(args.replicas),
+        disk_replicas: args.disk_replicas,
         stripes: args.stripes,
+        spread: args.spread.map(Spread::from),
+        prefer: args.prefer,
         upsert: args.upsert,
         ttl: args.ttl,
         pin: match args.pin {

@@ -2,9 +2,12 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::time::{Duration, Instant};
 
 use clap::{ArgGroup, ArgMatches, Args as ClapArgs, Command};
-use moontide_client::{BulkRemoval, Store, StoreError};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use moontide_client::{BulkRemoval, BulkSelection, Store, StoreError};
+use moontide_settings::parse_duration;
 use moontide_types::ErrorCode;
 use serde_json::json;
 
@@ -21,7 +24,9 @@ Examples:
   moontide rm --all --tenant test         all objects of a tenant
   moontide rm hot/block --force           even if it is leased or pinned
 
-Missing keys are reported at the end, with exit code 3; the other objects are removed.";
+Missing keys are reported at the end, with exit code 3; the other objects are removed. With --prefix, --regex or --all the
+command ends when no object can come back, also with a node that is absent now: then it waits for that node. The exit code is 1
+if objects are left: kept because they are in use, or on an absent node. The masters go on; run the command again.";
 
 #[derive(Debug, ClapArgs)]
 #[command(group = ArgGroup::new("what").required(true).args(["keys", "prefix", "regex", "all", PRINT_CONFIG]))]
@@ -40,6 +45,9 @@ struct Args {
     /// Remove objects even if they are leased or pinned
     #[arg(long)]
     force: bool,
+    /// Longest time to wait without progress, as for an absent node, with --prefix, --regex or --all
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1h")]
+    wait: Duration,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -58,6 +66,17 @@ struct InvalidPattern(String);
 #[derive(Debug, thiserror::Error)]
 #[error("{0} objects were kept: leased, pinned or being written; repeat it later, or with --force")]
 struct Kept(u64);
+
+/// Nodes may return with removed objects.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{removed} objects are removed, but after {waited:.0?} a node is still absent that may return with some; the masters go on: \
+     run the command again when the node is back"
+)]
+struct NotConfirmed {
+    removed: u64,
+    waited: Duration,
+}
 
 /// Some objects could not be removed.
 #[derive(Debug, thiserror::Error)]
@@ -106,19 +125,14 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
         return Err(CommandError::usage(EmptySelection));
     }
     let store = args.store.connect()?;
-    let bulk = match (prefix, &args.regex, args.all) {
-        (Some(prefix), ..) => Some(store.remove_by_prefix(&prefix, args.force)?),
-        (_, Some(pattern), _) => {
-            Some(store.remove_by_regex(pattern, args.force).map_err(|error| match error.code() {
-                ErrorCode::InvalidArgument => CommandError::usage(InvalidPattern(pattern.clone())),
-                _ => error.into(),
-            })?)
-        }
-        (.., true) => Some(store.remove_all(args.force)?),
+    let selection = match (prefix, &args.regex, args.all) {
+        (Some(prefix), ..) => Some(BulkSelection::Prefix(prefix)),
+        (_, Some(pattern), _) => Some(BulkSelection::Regex(pattern.clone())),
+        (.., true) => Some(BulkSelection::All),
         _ => None,
     };
-    if let Some(removal) = bulk {
-        return print_bulk(removal, args.store.json);
+    if let Some(selection) = selection {
+        return print_bulk(remove_selected(&store, &selection, &args)?, args.store.json);
     }
     let mut tally = Tally::default();
     tally.remove(&store, keys, args.force);
@@ -148,6 +162,36 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
         None if missing.is_empty() => Ok(()),
         None => Err(not_found(&missing)),
     }
+}
+
+/// Removes many objects, with a progress bar on a terminal. Waits for absent nodes.
+fn remove_selected(
+    store: &Store,
+    selection: &BulkSelection,
+    args: &Args,
+) -> Result<BulkRemoval, CommandError> {
+    let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+    let style = "removing {wide_bar} {pos}/{len} objects examined, {msg} ETA {eta}";
+    bar.set_style(ProgressStyle::with_template(style).expect("template is valid"));
+    let started = Instant::now();
+    let mut removed = 0;
+    let result = store.remove_selected(selection, args.force, args.wait, |progress| {
+        removed = progress.removed;
+        bar.set_length(progress.total);
+        bar.set_position(progress.examined);
+        bar.set_message(format!(
+            "{removed} removed, {} of {} groups done,",
+            progress.groups_done, progress.groups
+        ));
+    });
+    bar.finish_and_clear();
+    result.map_err(|error| match (error.code(), selection) {
+        (ErrorCode::Pending, _) => CommandError::failed(NotConfirmed { removed, waited: started.elapsed() }),
+        (ErrorCode::InvalidArgument, BulkSelection::Regex(pattern)) => {
+            CommandError::usage(InvalidPattern(pattern.clone()))
+        }
+        _ => error.into(),
+    })
 }
 
 fn print_bulk(BulkRemoval { removed, kept }: BulkRemoval, is_json: bool) -> Result<(), CommandError> {

@@ -5,6 +5,8 @@
 //! released when nothing is left, or kept for the thread that the link appoints to write the rest
 //! ([`SendOutcome::Stuck`]).
 //!
+//! With TLS, bytes count as written when they are encrypted. A write ends when all encrypted bytes are sent, too, or as stuck.
+//!
 //! Reading: the socket's own timeout limits a read. It is changed only if it does not suit the reader's deadline, so
 //! that a typical call costs two system calls, one write and one read.
 
@@ -15,6 +17,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use moontide_auth::rustls;
+use moontide_auth::{ExpectedServer, Session};
 use moontide_proto::FrameError;
 use moontide_rt::sync::{Mutex, MutexGuard};
 use moontide_rt::time::Instant;
@@ -25,7 +29,7 @@ use rustix::net::{SendFlags, send};
 use crate::link::config::{Deadline, LinkConfig};
 use crate::link::error::LinkError;
 use crate::link::frames::{Frame, FrameReader};
-use crate::link::handshake;
+use crate::link::handshake::{self, ALPN};
 
 /// Shortest timeout of a read: the kernel's granularity.
 const TIMEOUT_MIN: Duration = Duration::from_millis(1);
@@ -34,10 +38,15 @@ const TIMEOUT_MIN: Duration = Duration::from_millis(1);
 /// are kept until they are written, because a frame cannot be truncated.
 const STUCK_MAX: Duration = Duration::from_secs(5);
 
+/// Bytes of the socket that are received at a time with TLS: some replies, or a part of a large one.
+const WIRE_BYTES: usize = 16 << 10;
+
 /// Connection after the handshake.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
+    /// Locked for no wait.
+    tls: Option<Mutex<Session>>,
     incoming: Mutex<RecvState>,
     out: Mutex<SendState>,
     /// Most requests in flight that the master accepts.
@@ -50,6 +59,8 @@ pub(super) struct RecvState {
     frames: FrameReader,
     /// Current read timeout of the socket.
     timeout: Duration,
+    /// Encrypted bytes that were just received; empty without TLS.
+    wire: Vec<u8>,
 }
 
 impl RecvState {
@@ -88,7 +99,21 @@ impl Connection {
         let stream = connect(address, until).map_err(unreachable)?;
         handshake::prepare(&stream).map_err(unreachable)?;
         stream.set_write_timeout(Some(left(until).map_err(unreachable)?)).map_err(unreachable)?;
-        (&stream).write_all(&handshake::hello_frame(config)).map_err(unreachable)?;
+        let mut tls = match &config.credentials {
+            Some(credentials) => {
+                let tls_config = credentials.client(ExpectedServer::Master, &[ALPN]);
+                Some(start_tls(&stream, tls_config, until).map_err(unreachable)?)
+            }
+            None => None,
+        };
+        let hello = handshake::hello_frame(config);
+        match &mut tls {
+            Some(session) => {
+                session.write(&hello).map_err(invalid).map_err(unreachable)?; // some hundred bytes
+                send_all(&stream, session).map_err(unreachable)?;
+            }
+            None => (&stream).write_all(&hello).map_err(unreachable)?,
+        }
         let mut frames = FrameReader::new();
         let frame = loop {
             if let Some(frame) = frames.next().map_err(|error| LinkError::protocol(address, error))? {
@@ -96,16 +121,25 @@ impl Connection {
             }
             let timeout = left(until).map_err(unreachable)?;
             stream.set_read_timeout(Some(timeout)).map_err(unreachable)?;
-            match (&stream).read(frames.space()) {
-                Ok(0) => return Err(unreachable(io::ErrorKind::UnexpectedEof.into())),
-                Ok(count) => frames.filled(count),
-                Err(error) if is_pause(&error) => {} // left() fails at the deadline
-                Err(error) => return Err(unreachable(error)),
+            let read = match &mut tls {
+                Some(session) => receive_tls(&stream, session).and_then(|()| read_tls(session, &mut frames)),
+                None => (&stream).read(frames.space()).and_then(|count| match count {
+                    0 => Err(io::ErrorKind::UnexpectedEof.into()),
+                    count => {
+                        frames.filled(count);
+                        Ok(())
+                    }
+                }),
+            };
+            match read {
+                Err(error) if !is_pause(&error) => return Err(unreachable(error)),
+                _ => {} // left() fails at the deadline
             }
         };
         let inflight_max = handshake::check_hello_ack(&frame, config, address)?;
-        let incoming = Mutex::new(RecvState { frames, timeout: Duration::ZERO });
-        Ok(Connection { stream, incoming, out: Mutex::default(), inflight_max })
+        let wire = if tls.is_some() { vec![0; WIRE_BYTES] } else { Vec::new() };
+        let incoming = Mutex::new(RecvState { frames, timeout: Duration::ZERO, wire });
+        Ok(Connection { stream, tls: tls.map(Mutex::new), incoming, out: Mutex::default(), inflight_max })
     }
 
     /// Returns the reader's state; only the leader calls it.
@@ -121,15 +155,36 @@ impl Connection {
             self.stream.set_read_timeout(Some(timeout))?;
             incoming.timeout = timeout;
         }
-        match (&self.stream).read(incoming.frames.space()) {
-            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => {
-                incoming.frames.filled(count);
-                Ok(())
+        let RecvState { frames, wire, .. } = incoming;
+        let Some(tls) = &self.tls else {
+            return match (&self.stream).read(frames.space()) {
+                Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    frames.filled(count);
+                    Ok(())
+                }
+                Err(error) if is_pause(&error) => Ok(()),
+                Err(error) => Err(error),
+            };
+        };
+        {
+            let mut session = tls.lock();
+            if session.is_readable() {
+                return read_tls(&mut session, frames);
             }
-            Err(error) if is_pause(&error) => Ok(()),
-            Err(error) => Err(error),
         }
+        // Without the lock, so that others can write meanwhile.
+        let count = match (&self.stream).read(wire) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => count,
+            Err(error) if is_pause(&error) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let mut session = tls.lock();
+        // There is room: at most a part of a record is left, and the space is that of several.
+        session.space()[..count].copy_from_slice(&wire[..count]);
+        session.received(count);
+        read_tls(&mut session, frames)
     }
 
     /// Writes a frame. Waits until the deadline if there is one.
@@ -142,11 +197,10 @@ impl Connection {
             }
             out.writing = true;
         }
-        let written = self.write(frame, deadline, false)?;
-        if written < frame.len() {
-            return Ok(self.put_back(&frame[written..]));
+        match self.write(frame, deadline, false)? {
+            Written::All => self.flush(deadline),
+            Written::Stuck(written) => Ok(self.put_back(&frame[written..])),
         }
-        self.flush(deadline)
     }
 
     /// Puts unwritten bytes in front of those that others have left meanwhile.
@@ -162,14 +216,13 @@ impl Connection {
         loop {
             let bytes = {
                 let mut out = self.out.lock();
-                if out.left.is_empty() {
+                if out.left.is_empty() && !self.has_unsent() {
                     out.writing = false;
                     return Ok(SendOutcome::All);
                 }
                 std::mem::take(&mut out.left)
             };
-            let written = self.write(&bytes, deadline, true)?;
-            if written < bytes.len() {
+            if let Written::Stuck(written) = self.write(&bytes, deadline, true)? {
                 return Ok(self.put_back(&bytes[written..]));
             }
         }
@@ -188,11 +241,11 @@ impl Connection {
         }
     }
 
-    /// Writes until all is written, or until the socket is full and the deadline, if any, has passed. Returns the
-    /// number of bytes. `stuck`: the socket may have been full before.
-    fn write(&self, bytes: &[u8], deadline: Option<Deadline>, mut stuck: bool) -> io::Result<usize> {
+    /// Writes until all is written, or until the socket is full and the deadline, if any, has passed. `stuck`: the socket
+    /// may have been full before.
+    fn write(&self, bytes: &[u8], deadline: Option<Deadline>, mut stuck: bool) -> io::Result<Written> {
         let mut written = 0;
-        while written < bytes.len() {
+        while written < bytes.len() || self.has_unsent() {
             match self.write_some(&bytes[written..]) {
                 Ok(count) => {
                     written += count;
@@ -205,22 +258,33 @@ impl Connection {
                     if self.out.lock().stuck_since.get_or_insert_with(Instant::now).elapsed() > STUCK_MAX {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
-                    let Some(remaining) = deadline.and_then(Deadline::remaining) else { break };
+                    let Some(remaining) = deadline.and_then(Deadline::remaining) else {
+                        return Ok(Written::Stuck(written));
+                    };
                     self.wait_writable(remaining.min(STUCK_MAX))?;
                 }
                 Err(error) => return Err(error.into()),
             }
         }
+        Ok(Written::All)
+    }
+
+    /// Writes the first bytes; fails with `AGAIN` if the socket is full. With TLS it also sends bytes that are left of earlier writes.
+    fn write_some(&self, bytes: &[u8]) -> Result<usize, Errno> {
+        let Some(tls) = &self.tls else { return send_some(&self.stream, bytes) };
+        let mut session = tls.lock();
+        send_unsent(&self.stream, &mut session)?;
+        let written = session.write(bytes).map_err(|_| Errno::PIPE)?; // the keys are used up
+        match send_unsent(&self.stream, &mut session) {
+            Err(Errno::AGAIN) if written > 0 => {}
+            result => result?,
+        }
         Ok(written)
     }
 
-    fn write_some(&self, bytes: &[u8]) -> Result<usize, Errno> {
-        loop {
-            match send(&self.stream, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Err(Errno::INTR) => {}
-                result => return result,
-            }
-        }
+    /// Returns whether encrypted bytes are left to send.
+    fn has_unsent(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| !tls.lock().unsent().is_empty())
     }
 
     fn wait_writable(&self, remaining: Duration) -> io::Result<()> {
@@ -237,6 +301,91 @@ impl Connection {
         // Fails if the peer has closed it already; then no thread waits on it.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
+}
+
+/// Result of [`Connection::write`].
+enum Written {
+    All,
+    /// The socket is full. This many bytes need not be written again; with TLS some of them may be unsent.
+    Stuck(usize),
+}
+
+/// Sends the first bytes; fails with `AGAIN` if the socket is full.
+fn send_some(stream: &TcpStream, bytes: &[u8]) -> Result<usize, Errno> {
+    loop {
+        match send(stream, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            result => return result,
+        }
+    }
+}
+
+/// Sends the encrypted bytes; fails with `AGAIN` if the socket is full.
+fn send_unsent(stream: &TcpStream, session: &mut Session) -> Result<(), Errno> {
+    while !session.unsent().is_empty() {
+        let sent = send_some(stream, session.unsent())?;
+        session.sent(sent);
+    }
+    Ok(())
+}
+
+/// Sends the encrypted bytes, within the write timeout of the socket.
+fn send_all(mut stream: &TcpStream, session: &mut Session) -> io::Result<()> {
+    stream.write_all(session.unsent())?;
+    session.sent(session.unsent().len());
+    Ok(())
+}
+
+/// Receives encrypted bytes, within the read timeout of the socket.
+fn receive_tls(mut stream: &TcpStream, session: &mut Session) -> io::Result<()> {
+    match stream.read(session.space())? {
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        count => {
+            session.received(count);
+            Ok(())
+        }
+    }
+}
+
+/// Decrypts what has arrived.
+fn read_tls(session: &mut Session, frames: &mut FrameReader) -> io::Result<()> {
+    let space = frames.space();
+    let mut filled = 0;
+    let max = space.len();
+    session
+        .read(max, &mut |piece| {
+            space[filled..filled + piece.len()].copy_from_slice(piece);
+            filled += piece.len();
+        })
+        .map_err(invalid)?;
+    frames.filled(filled);
+    if filled == 0 && session.is_closed() { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+}
+
+/// Runs the TLS handshake, until `until`.
+fn start_tls(stream: &TcpStream, config: Arc<rustls::ClientConfig>, until: Instant) -> io::Result<Session> {
+    let mut session = Session::client(config).map_err(invalid)?;
+    loop {
+        let progress = session.handshake();
+        if progress.is_err() {
+            // The master learns the reason.
+            let _ = send_all(stream, &mut session);
+        }
+        let is_done = progress.map_err(invalid)?;
+        send_all(stream, &mut session)?;
+        if is_done {
+            return Ok(session);
+        }
+        stream.set_read_timeout(Some(left(until)?))?;
+        match receive_tls(stream, &mut session) {
+            Err(error) if !is_pause(&error) => return Err(error),
+            _ => {} // left() fails at the deadline
+        }
+    }
+}
+
+fn invalid(error: rustls::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 /// Returns whether a read returned without bytes for a harmless reason.

@@ -1,11 +1,11 @@
 //! Heartbeat of a node: read counters, touched slots, status of segments and disk, pressure.
 
 use moontide_types::limits::{BATCH_KEYS_MAX, SEGMENT_UNITS_MAX, SLOTS_PER_SEGMENT_MAX};
-use moontide_types::{Generation, SegmentId, SlotId};
+use moontide_types::{Epoch, Generation, NodeId, SegmentId, SlotId};
 
 use crate::convert::check::{self, at_least, at_most, copied, known, length, rule};
 use crate::convert::{ConvertError, Wire};
-use crate::limits::{TOUCH_BITMAPS_MAX, TOUCH_BYTES_MAX};
+use crate::limits::{REMOTE_READS_MAX, TOUCH_BITMAPS_MAX, TOUCH_BYTES_MAX};
 use crate::v1;
 
 /// Read counters of a node; local hits and misses sum to local lookups.
@@ -205,6 +205,51 @@ impl<'a> Wire<'a> for Pressure {
     }
 }
 
+/// Reads of a record by processes of another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteReads {
+    /// Segment of the record.
+    pub segment: SegmentId,
+    /// Generation of the segment.
+    pub generation: Generation,
+    /// Slot of the record.
+    pub slot: SlotId,
+    /// Version of the record.
+    pub epoch: Epoch,
+    /// Node of the host that read.
+    pub reader: NodeId,
+    /// Bytes read.
+    pub bytes: u64,
+}
+
+impl<'a> Wire<'a> for RemoteReads {
+    type Message = v1::RemoteReads;
+
+    fn from_wire(m: &'a v1::RemoteReads) -> Result<Self, ConvertError> {
+        at_least("remote_reads.reader", m.reader, 1u64)?;
+        rule("remote_reads.slot", m.slot < SLOTS_PER_SEGMENT_MAX, "slot < SLOTS_PER_SEGMENT_MAX")?;
+        Ok(RemoteReads {
+            segment: check::segment("remote_reads.segment", m.segment)?,
+            generation: Generation(m.generation),
+            slot: SlotId(m.slot),
+            epoch: Epoch::from_bits(m.epoch)?,
+            reader: NodeId(m.reader),
+            bytes: m.bytes,
+        })
+    }
+
+    fn to_wire(&self) -> v1::RemoteReads {
+        v1::RemoteReads {
+            segment: self.segment.0,
+            generation: self.generation.0,
+            slot: self.slot.0,
+            epoch: self.epoch.bits(),
+            reader: self.reader.0,
+            bytes: self.bytes,
+        }
+    }
+}
+
 /// Periodic status of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Heartbeat<'a> {
@@ -224,6 +269,8 @@ pub struct Heartbeat<'a> {
     pub flushing: bool,
     /// The node is to be emptied.
     pub draining: bool,
+    /// Records that processes of other hosts read.
+    pub remote_reads: Vec<RemoteReads>,
 }
 
 impl<'a> Wire<'a> for Heartbeat<'a> {
@@ -233,6 +280,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
         at_least("heartbeat_id", m.heartbeat_id, 1u64)?;
         at_most("touched", m.touched.len(), TOUCH_BITMAPS_MAX)?;
         at_most("segments", m.segments.len(), BATCH_KEYS_MAX)?;
+        at_most("remote_reads", m.remote_reads.len(), REMOTE_READS_MAX)?;
         let touched = |touched: &'a v1::TouchBitmap| {
             length("touched.bits", &touched.bits, 0, TOUCH_BYTES_MAX)?;
             let end = u64::from(touched.first_slot) + touched.bits.len() as u64 * 8;
@@ -254,6 +302,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             pressure: m.pressure.as_ref().map(Pressure::from_wire).transpose()?.unwrap_or_default(),
             flushing: m.flushing,
             draining: m.draining,
+            remote_reads: m.remote_reads.iter().map(RemoteReads::from_wire).collect::<Result<_, _>>()?,
         })
     }
 
@@ -273,6 +322,7 @@ impl<'a> Wire<'a> for Heartbeat<'a> {
             pressure: Some(self.pressure.to_wire()),
             flushing: self.flushing,
             draining: self.draining,
+            remote_reads: self.remote_reads.iter().map(Wire::to_wire).collect(),
         }
     }
 }

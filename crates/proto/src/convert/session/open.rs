@@ -3,6 +3,7 @@
 use moontide_types::limits::{BATCH_KEYS_MAX, GROUPS_MAX, SLOTS_PER_SEGMENT_MAX};
 use moontide_types::{ErrorCode, Generation, GroupId, Medium, NodeId, SegmentId, SessionId, Tenant, Term};
 
+use crate::capability::CapabilityKey;
 use crate::convert::admin::IdKeySecret;
 use crate::convert::check::{self, at_least, at_most, length, required, rule};
 use crate::convert::context::RequestContext;
@@ -125,6 +126,28 @@ pub(super) fn check_ttl(ttl_ms: u32) -> Result<(), ConvertError> {
     at_most("ttl_ms", ttl_ms, TIMEOUT_MS_MAX)
 }
 
+/// A key of capabilities, with its number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NumberedKey {
+    /// Rotation number, from 1 on.
+    pub rotation: u64,
+    /// The key.
+    pub key: CapabilityKey,
+}
+
+impl Wire<'_> for NumberedKey {
+    type Message = v1::CapabilityKey;
+
+    fn from_wire(m: &v1::CapabilityKey) -> Result<Self, ConvertError> {
+        at_least("capability_key.rotation", m.rotation, 1u64)?;
+        Ok(NumberedKey { rotation: m.rotation, key: check::capability_key("capability_key.key", &m.key)? })
+    }
+
+    fn to_wire(&self) -> v1::CapabilityKey {
+        v1::CapabilityKey { rotation: self.rotation, key: check::copied(self.key.as_bytes()) }
+    }
+}
+
 /// Response of OpenSession.
 pub type OpenSessionResponse<'a> = Response<'a, SessionGrant>;
 
@@ -143,6 +166,8 @@ pub struct SessionGrant {
     pub id_key: u32,
     /// Secret of the id key, if the node may have it.
     pub id_key_secret: Option<IdKeySecret>,
+    /// Key of the capabilities for this node.
+    pub capability_key: NumberedKey,
 }
 
 impl<'a> ResponseBody<'a> for SessionGrant {
@@ -159,6 +184,7 @@ impl<'a> ResponseBody<'a> for SessionGrant {
             groups: check::groups("groups", m.groups)?,
             id_key: m.id_key,
             id_key_secret: IdKeySecret::from_wire(&m.id_key_secret)?,
+            capability_key: NumberedKey::from_wire(required("capability_key", &m.capability_key)?)?,
         })
     }
 
@@ -171,6 +197,7 @@ impl<'a> ResponseBody<'a> for SessionGrant {
             groups: self.groups.into(),
             id_key: self.id_key,
             id_key_secret: IdKeySecret::to_wire(&self.id_key_secret),
+            capability_key: Some(self.capability_key.to_wire()),
         }
     }
 }
@@ -278,6 +305,8 @@ pub struct MountSegmentsRequest<'a> {
     pub segments: Vec<SegmentSpec<'a>>,
     /// Groups with which the node was in sync.
     pub synced: Vec<SyncMark>,
+    /// Rotation number of the session's key that the node accepts for the groups of the segments.
+    pub capability_rotation: u64,
 }
 
 impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
@@ -290,6 +319,7 @@ impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
             context: RequestContext::of(&m.context)?,
             segments: m.segments.iter().map(SegmentSpec::from_wire).collect::<Result<_, _>>()?,
             synced: m.synced.iter().map(SyncMark::from_wire).collect::<Result<_, _>>()?,
+            capability_rotation: m.capability_rotation,
         })
     }
 
@@ -298,6 +328,7 @@ impl<'a> Wire<'a> for MountSegmentsRequest<'a> {
             context: Some(self.context.to_wire()),
             segments: self.segments.iter().map(Wire::to_wire).collect(),
             synced: self.synced.iter().map(Wire::to_wire).collect(),
+            capability_rotation: self.capability_rotation,
         }
     }
 }

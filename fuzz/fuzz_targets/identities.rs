@@ -1,0 +1,4 @@
+//! `moontide_fuzz::identities` under libFuzzer.
+#![forbid(unsafe_code)]
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::identities(data));

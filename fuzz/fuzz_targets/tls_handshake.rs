@@ -1,0 +1,4 @@
+//! `moontide_fuzz::tls_handshake` under libFuzzer.
+#![forbid(unsafe_code)]
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| moontide_fuzz::tls_handshake(data));
