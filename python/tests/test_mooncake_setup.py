@@ -7,11 +7,12 @@ import logging
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from mooncake_support import MIB, Block, set_up, unused_port
 
-from moontide.compat.mooncake import MooncakeDistributedStore, ReplicateConfig
+from moontide.compat.mooncake import MooncakeDistributedStore, ReplicateConfig, places
 from moontide.compat.mooncake.setup import parse_size, split_port
 
 
@@ -230,6 +231,32 @@ def test_preferred_segments_hold_the_replicas_in_order(empty_pool):
     assert names[0] in endpoints("gone")
     for store in stores[:2]:
         store.close()
+
+
+def test_unknown_preferred_segment_is_looked_up_again_after_a_second(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    listed: list[dict] = []
+    calls = []
+
+    def nodes():
+        calls.append(clock[0])
+        return listed
+
+    known = places.Places(nodes)
+    assert known.of(["127.0.0.1:1", "127.0.0.1:2"]) == ()
+    listed.append({"node": "a", "addresses": [("tcp", "127.0.0.1:1")]})
+    clock[0] += 0.9
+    assert known.of(["127.0.0.1:1"]) == () and len(calls) == 1
+    clock[0] += 0.1
+    assert known.of(["127.0.0.1:1"]) == ("a",) and len(calls) == 2
+    # Known names are taken from the list for ten seconds; an unknown one is asked for once a second.
+    clock[0] += 9.0
+    assert known.of(["127.0.0.1:1", "127.0.0.1:1"]) == ("a",) and len(calls) == 2
+    assert known.of(["127.0.0.1:1", "127.0.0.1:2"]) == ("a",) and len(calls) == 3
+    listed.clear()
+    clock[0] += 10.0
+    assert known.of(["127.0.0.1:1"]) == () and len(calls) == 4
 
 
 def test_small_segment_is_rounded_up(empty_pool):

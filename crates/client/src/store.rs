@@ -114,9 +114,9 @@ impl Store {
         self.inner.transfer_metrics.register(registry);
     }
 
-    /// Returns the registered nodes.
+    /// Returns the registered nodes: all that were registered before the call.
     pub fn nodes(&self) -> Result<Vec<NodeInfo>, StoreError> {
-        self.inner.refresh_nodes(self.inner.deadline())?;
+        self.inner.refresh_nodes_now(self.inner.deadline())?;
         Ok(self.inner.nodes.all())
     }
 }

@@ -52,6 +52,24 @@ fn values<T: std::fmt::Debug>(results: Vec<Result<T, StoreError>>) -> Vec<T> {
     results.into_iter().map(Result::unwrap).collect()
 }
 
+/// Failure: a node that was mounted was missing in the list. Cause: the list was not fetched if it had been fetched less
+/// than 50 ms before. Fix: a call of the application waits those 50 ms.
+#[test]
+fn list_of_nodes_has_each_node_that_was_mounted_before_the_call() {
+    let master = master(4);
+    let store = store(&master, "default");
+    let mut nodes = vec![];
+    for _ in 0..5 {
+        store.nodes().unwrap();
+        nodes.push(node(&master, 64 * MIB));
+        let mut listed: Vec<NodeId> = store.nodes().unwrap().iter().map(|info| info.node).collect();
+        let mut mounted: Vec<NodeId> = nodes.iter().map(Node::id).collect();
+        listed.sort();
+        mounted.sort();
+        assert_eq!(listed, mounted);
+    }
+}
+
 #[test]
 fn hard_pinned_objects_survive_eviction_until_they_are_unpinned() {
     let (master, keys) = (master(4), [&b"a"[..], b"b", b"c"]);
