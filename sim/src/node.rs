@@ -274,9 +274,9 @@ impl NodeHost {
                 // A connection to an earlier process of the host.
                 _ if owner.node() != to => Err(ErrorCode::ConnectionLost),
                 CarriedRequest::Call(kind, body) => {
-                    owner.call(PeerIdentity::Remote(0), kind, &body, deadline)
+                    owner.call(PeerIdentity::Remote(0), None, kind, &body, deadline)
                 }
-                CarriedRequest::Read(op) => serve_read(&*owner, &op, deadline, || thread::sleep(pause)),
+                CarriedRequest::Read(op) => serve_read(&*owner, None, &op, deadline, || thread::sleep(pause)),
             };
             let message = Message::Fetched { call, reply: reply.map(Payload) };
             links.send(Outgoing::Message { from: node, to: from, message });
@@ -344,7 +344,7 @@ fn serve(
     let ProcessId::Client(client) = from else { unreachable!("only clients ask nodes") };
     let peer = PeerIdentity::Remote(client as u64 + 1);
     let call = |kind, body: Vec<u8>| {
-        let reply = owner.call(peer, kind, &body, deadline)?;
+        let reply = owner.call(peer, None, kind, &body, deadline)?;
         let outcomes = v1::SlotOutcomes::decode(&reply[..]).expect("a node encodes its reply");
         let codes = Codes::decode(&outcomes.codes, OPS_PER_FRAME_MAX).expect("a node encodes its reply");
         codes.iter().next().expect("one slot was named").map_or(Ok(NodeReply::Done), Err)
@@ -368,7 +368,7 @@ fn serve(
         }
         NodeOp::Write { object, handle, token } => {
             let op = Target::of(handle, object.id, object.epoch).to_wire(OpKind::Write, 0, handle.stripe_len);
-            let root = serve_write(owner, &op, &pattern(*token, handle.stripe_len), deadline, waits)?;
+            let root = serve_write(owner, None, &op, &pattern(*token, handle.stripe_len), deadline, waits)?;
             Ok(NodeReply::Written { root })
         }
         NodeOp::Commit(entry) => {
@@ -378,7 +378,7 @@ fn serve(
         }
         NodeOp::Read { id, epoch, handle } => {
             let op = Target::of(handle, *id, *epoch).to_wire(OpKind::Read, 0, handle.stripe_len);
-            let bytes = serve_read(owner, &op, deadline, waits)?;
+            let bytes = serve_read(owner, None, &op, deadline, waits)?;
             if let Some(near) = near.filter(|&near| near != owner.node()) {
                 owner.on_remote_reads(near, &op, SAMPLED_BYTES);
             }

@@ -258,11 +258,8 @@ impl Caller {
     /// Returns the only tenant for which this caller may act; `None`: any.
     pub fn tenant(&self) -> Option<&str> {
         match self {
-            Caller::Known(identity) => match identity.role() {
-                Role::Tenant(name) => Some(name),
-                _ => None,
-            },
-            _ => None,
+            Caller::Known(identity) => identity.role().tenant(),
+            Caller::Trusted | Caller::Anonymous => None,
         }
     }
 

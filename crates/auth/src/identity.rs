@@ -44,6 +44,16 @@ pub enum Role {
     Tenant(Box<str>),
 }
 
+impl Role {
+    /// Returns the only tenant for which a process of this role may act; `None`: any.
+    pub fn tenant(&self) -> Option<&str> {
+        match self {
+            Role::Tenant(name) => Some(name),
+            Role::Master | Role::Node(_) | Role::Operator | Role::Scraper => None,
+        }
+    }
+}
+
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

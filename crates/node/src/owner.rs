@@ -26,7 +26,7 @@ use moontide_proto::{
 use moontide_rt::mark;
 use moontide_rt::sync::mpsc;
 use moontide_rt::time::Instant;
-use moontide_transfer::{Owner, PeerIdentity, is_granted, pin_record};
+use moontide_transfer::{Owner, PeerIdentity, check_tenant, is_granted, pin_record};
 use moontide_types::record::{Attributes, Header, KeySection, RecordDescription, RecordFlags, State, Word};
 use moontide_types::{Epoch, ErrorCode, IdKey, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
 use prost::Message;
@@ -176,9 +176,15 @@ impl NodeOwner {
         ErrorCode::PermissionDenied
     }
 
-    fn handle_begin(&self, writer: PayloadWriter, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_begin(
+        &self,
+        writer: PayloadWriter,
+        tenant: Option<&str>,
+        body: &[u8],
+    ) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::BeginRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = BeginRequest::from_wire(&message).map_err(|error| error.code())?;
+        check_tenant(tenant, |tenant| request.tenant.as_str() == tenant)?;
         let mut sections = request.attributes.as_ref().map(|sections| sections.iter());
         let mut codes = CodesBuilder::default();
         for ((object, handles), key) in request.list.iter().zip(request.keys.iter()) {
@@ -265,6 +271,7 @@ impl NodeOwner {
     fn handle_commit(
         &self,
         writer: PayloadWriter,
+        tenant: Option<&str>,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
@@ -273,9 +280,9 @@ impl NodeOwner {
         let mut codes = CodesBuilder::default();
         for entry in request.entries.iter() {
             let done = if entry.flags.contains(CommitFlags::ABORT) {
-                self.abort(&entry)
+                self.abort(tenant, &entry)
             } else {
-                self.commit(writer, &entry, deadline)
+                self.commit(writer, tenant, &entry, deadline)
             };
             self.counters.committed(done.is_ok());
             codes.push(done.err());
@@ -284,20 +291,33 @@ impl NodeOwner {
     }
 
     /// Checks that the sender of a commit or an abort may write the record in the slot.
-    fn check_writer(&self, what: &'static str, entry: &CommitEntry) -> Result<(), ErrorCode> {
+    fn check_writer(
+        &self,
+        what: &'static str,
+        tenant: Option<&str>,
+        entry: &CommitEntry,
+    ) -> Result<(), ErrorCode> {
         let node_segment = self.memory.segment(entry.segment).ok_or(ErrorCode::StaleGeneration)?;
         if node_segment.segment().shape().generation != entry.generation {
             return Err(ErrorCode::StaleGeneration);
         }
         let header = self.memory.heap().header(entry.segment, entry.slot, entry.epoch);
         let header = header.ok_or(ErrorCode::StaleEpoch)?;
+        let CommitEntry { segment, slot, epoch, .. } = *entry;
+        check_tenant(tenant, |tenant| self.memory.heap().is_of_tenant(segment, slot, epoch, tenant))?;
         let right = AccessRight::Write(RecordShape::of(&header));
         let scope = entry.capability_scope(header.stripe_index, right);
         self.check_capability(what, &scope, entry.capability)
     }
 
-    fn commit(&self, writer: PayloadWriter, entry: &CommitEntry, deadline: Instant) -> Result<(), ErrorCode> {
-        self.check_writer("commit", entry)?;
+    fn commit(
+        &self,
+        writer: PayloadWriter,
+        tenant: Option<&str>,
+        entry: &CommitEntry,
+        deadline: Instant,
+    ) -> Result<(), ErrorCode> {
+        self.check_writer("commit", tenant, entry)?;
         let CommitEntry { segment, slot, epoch, root, .. } = *entry;
         let heap = self.memory.heap();
         match writer {
@@ -315,8 +335,8 @@ impl NodeOwner {
 
     /// Aborts a record that is being written. Only the master may remove a complete one: any peer that may read it
     /// knows its slot and epoch, too.
-    fn abort(&self, entry: &CommitEntry) -> Result<(), ErrorCode> {
-        self.check_writer("abort", entry)?;
+    fn abort(&self, tenant: Option<&str>, entry: &CommitEntry) -> Result<(), ErrorCode> {
+        self.check_writer("abort", tenant, entry)?;
         let CommitEntry { segment, slot, epoch, .. } = *entry;
         if self.memory.heap().pin(segment, slot, epoch).is_some() {
             return Err(ErrorCode::AlreadyExists);
@@ -332,7 +352,12 @@ impl NodeOwner {
     }
 
     /// Loads records from disk into memory, for a peer that reads the memory itself.
-    fn handle_load(&self, body: &[u8], deadline: Instant) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_load(
+        &self,
+        tenant: Option<&str>,
+        body: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, ErrorCode> {
         let message: v1::LoadRequest = decode(body.to_vec().into()).map_err(|error| error.code())?;
         let request = LoadRequest::from_wire(&message).map_err(|error| error.code())?;
         if self.refuses_reads() {
@@ -349,7 +374,7 @@ impl NodeOwner {
         for (op, granted) in ops.iter().zip(granted) {
             let loaded = granted
                 .and_then(|()| staged.next().expect("one result per allowed operation"))
-                .and_then(|staged| self.loaded(op, &staged, request.lease_ms));
+                .and_then(|staged| self.loaded(tenant, op, &staged, request.lease_ms));
             let pushed = match loaded {
                 Ok((entry, handle)) => {
                     // A large object is read in many parts; only the first one counts.
@@ -368,11 +393,13 @@ impl NodeOwner {
     /// Returns the entry and the handle of a record in staging.
     fn loaded(
         &self,
+        tenant: Option<&str>,
         op: &TransferOp,
         staged: &StagedRecord,
         valid_ms: u32,
     ) -> Result<(ObjectEntry, Handle), ErrorCode> {
         let pin = staged.pin().ok_or(ErrorCode::Gone)?;
+        check_tenant(tenant, |tenant| pin.is_of_tenant(tenant))?;
         let header = pin.header();
         let entry = ObjectEntry {
             code: None,
@@ -414,13 +441,23 @@ impl NodeOwner {
     }
 
     /// Releases loaded records that have been read.
-    fn handle_release(&self, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
+    fn handle_release(&self, tenant: Option<&str>, body: &[u8]) -> Result<Vec<u8>, ErrorCode> {
         let ops = Packed::<TransferOp>::decode(body, OPS_PER_FRAME_MAX).map_err(|error| error.code())?;
         let mut codes = CodesBuilder::default();
         for op in ops.iter() {
             let scope = op.capability_scope(AccessRight::Read);
             if !self.capabilities.verify_staged(&scope, op.capability) {
                 codes.push(Some(self.refused("release", &scope)));
+                continue;
+            }
+            let heap = self.memory.heap();
+            let own = check_tenant(tenant, |tenant| {
+                // A slot that was reused has no lease any more.
+                heap.header(op.segment, op.slot, op.epoch).is_none()
+                    || heap.is_of_tenant(op.segment, op.slot, op.epoch, tenant)
+            });
+            if let Err(code) = own {
+                codes.push(Some(code));
                 continue;
             }
             if let Some(disk) = &self.disk {
@@ -572,16 +609,17 @@ impl Owner for NodeOwner {
     fn call(
         &self,
         caller: PeerIdentity,
+        tenant: Option<&str>,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
         self.calls.fetch_add(1, Ordering::SeqCst);
         let response = match kind {
-            FrameKind::Begin => self.handle_begin(writer_of(caller), body),
-            FrameKind::Commit => self.handle_commit(writer_of(caller), body, deadline),
-            FrameKind::Load => self.handle_load(body, deadline),
-            FrameKind::Release => self.handle_release(body),
+            FrameKind::Begin => self.handle_begin(writer_of(caller), tenant, body),
+            FrameKind::Commit => self.handle_commit(writer_of(caller), tenant, body, deadline),
+            FrameKind::Load => self.handle_load(tenant, body, deadline),
+            FrameKind::Release => self.handle_release(tenant, body),
             FrameKind::Describe => self.handle_describe(body),
             // No engine attaches to a node.
             _ => Err(ErrorCode::Unsupported),

@@ -9,8 +9,8 @@ use moontide_proto::limits::OPS_PER_FRAME_MAX;
 use moontide_proto::{
     Capability, Codes, FrameKind, Handle, OpFlags, OpKind, Packed, PackedBuilder, TransferOp, v1,
 };
-use moontide_transfer::{Link, Op, Target, call, run};
-use moontide_types::{ErrorCode, Medium};
+use moontide_transfer::{Link, Op, PeerIdentity, Target, call, run, serve_read};
+use moontide_types::{ErrorCode, Medium, Tenant};
 use support::*;
 
 const LEN: usize = 300_000;
@@ -37,12 +37,25 @@ fn disk_target(found: &Reserved, capability: Capability) -> Target {
     Target { flags: OpFlags::DISK, ..target(&found.object, found.id, &handle) }
 }
 
-/// Loads the first bytes of a record. Returns the handle in staging memory.
-fn load(link: &dyn Link, target: &Target) -> Result<Handle, ErrorCode> {
+fn load_request(target: &Target) -> Vec<u8> {
     let ops: PackedBuilder<TransferOp> = [target.to_wire(OpKind::Load, 0, LEN as u64)].into_iter().collect();
     let ops = ops.finish();
     let request = LoadRequest { ops: Packed::decode(&ops, OPS_PER_FRAME_MAX).unwrap(), lease_ms: 5_000 };
-    let reply = call(link, FrameKind::Load, encode(&request).unwrap(), deadline()).unwrap();
+    encode(&request).unwrap()
+}
+
+fn release_request(target: &Target) -> Vec<u8> {
+    let ops: PackedBuilder<TransferOp> =
+        [target.to_wire(OpKind::Release, 0, LEN as u64)].into_iter().collect();
+    ops.finish()
+}
+
+/// Loads the first bytes of a record. Returns the handle in staging memory.
+fn load(link: &dyn Link, target: &Target) -> Result<Handle, ErrorCode> {
+    loaded(call(link, FrameKind::Load, load_request(target), deadline()).unwrap())
+}
+
+fn loaded(reply: Vec<u8>) -> Result<Handle, ErrorCode> {
     let reply: v1::LoadReply = decode(reply.into()).unwrap();
     let reply = LoadReply::from_wire(&reply).unwrap();
     let (entry, handles) = reply.list.iter().next().unwrap();
@@ -50,9 +63,10 @@ fn load(link: &dyn Link, target: &Target) -> Result<Handle, ErrorCode> {
 }
 
 fn release(link: &dyn Link, target: &Target) -> Option<ErrorCode> {
-    let ops: PackedBuilder<TransferOp> =
-        [target.to_wire(OpKind::Release, 0, LEN as u64)].into_iter().collect();
-    let reply = call(link, FrameKind::Release, ops.finish(), deadline()).unwrap();
+    first_code(call(link, FrameKind::Release, release_request(target), deadline()).unwrap())
+}
+
+fn first_code(reply: Vec<u8>) -> Option<ErrorCode> {
     Codes::decode(&reply, OPS_PER_FRAME_MAX).unwrap().iter().next().unwrap()
 }
 
@@ -110,5 +124,20 @@ fn records_on_disk_and_in_staging_need_capabilities() {
         load(&*shm, &disk_target(&found, staged.capability)).map(|_| ()),
         Err(ErrorCode::PermissionDenied)
     );
+    // A certificate of another tenant is refused with each of the capabilities; that of the tenant of the record is not.
+    let owner = node.owner();
+    let peer = PeerIdentity::Remote(1);
+    for (tenant, expected) in
+        [("other", Err(ErrorCode::PermissionDenied)), (Tenant::DEFAULT.as_str(), Ok(()))]
+    {
+        let op = target.to_wire(OpKind::Read, 0, LEN as u64);
+        let bytes = serve_read(&*owner, Some(tenant), &op, deadline(), || ());
+        assert_eq!(bytes.map(|bytes| assert!(bytes == content(number, LEN))), expected, "read by {tenant}");
+        let call = |kind, body: Vec<u8>| owner.call(peer, Some(tenant), kind, &body, deadline()).unwrap();
+        let loaded = loaded(call(FrameKind::Load, load_request(&target)));
+        assert_eq!(loaded.map(|_| ()), expected, "load by {tenant}");
+        let released = first_code(call(FrameKind::Release, release_request(&in_staging(staged.capability))));
+        assert_eq!(released.map_or(Ok(()), Err), expected, "release by {tenant}");
+    }
     assert_eq!(release(&*shm, &in_staging(staged.capability)), None);
 }

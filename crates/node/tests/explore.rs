@@ -222,14 +222,14 @@ impl Host {
             };
             let peer = PeerIdentity::Remote(1);
             let call = |kind, body: Vec<u8>| {
-                let reply = owner.call(peer, kind, &body, deadline).unwrap();
+                let reply = owner.call(peer, None, kind, &body, deadline).unwrap();
                 let outcomes = v1::SlotOutcomes::decode(&reply[..]).unwrap();
                 let codes = Codes::decode(&outcomes.codes, 1).unwrap();
                 assert_eq!(codes.iter().collect::<Vec<_>>(), [None], "{kind:?}");
             };
             call(FrameKind::Begin, begin.encode_to_vec());
             let op = Target::of(&handle, object.id, object.epoch).to_wire(OpKind::Write, 0, LEN);
-            let root = serve_write(&*owner, &op, &[5; LEN as usize], deadline, || ()).unwrap();
+            let root = serve_write(&*owner, None, &op, &[5; LEN as usize], deadline, || ()).unwrap();
             let entry = CommitEntry {
                 id: id(),
                 epoch: object.epoch,

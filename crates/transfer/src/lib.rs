@@ -98,7 +98,7 @@ pub use metrics::Metrics;
 #[cfg(not(shuttle))]
 pub use op::{Direction, Op, OpCore, OpError, Target};
 #[cfg(not(shuttle))]
-pub use owner::{Owner, PeerIdentity, is_granted, pin_record};
+pub use owner::{Owner, PeerIdentity, check_tenant, is_granted, pin_record};
 #[cfg(all(feature = "testing", not(shuttle)))]
 pub use owner::{serve_read, serve_write};
 #[cfg(not(shuttle))]

@@ -7,6 +7,7 @@
 //! | slot, epoch | READY (read) or being written by the node (write) in this epoch, under a cell | `Gone`, `StaleEpoch` |
 //! | object, stripe | equal to the header's | `Gone` |
 //! | capability | accepted by the owner | `PermissionDenied`, or the owner's code |
+//! | tenant of the record | that of the peer's certificate, if it names one | `PermissionDenied` |
 //! | offset, length | inside the payload (or the digests) | `OutOfBounds` |
 //!
 //! An operation on the disk has no valid segment and slot: the owner finds the record by object, version and stripe and
@@ -64,10 +65,12 @@ pub trait Owner: Send + Sync + fmt::Debug {
         ops.iter().map(|_| Err(ErrorCode::Unsupported)).collect()
     }
 
-    /// Handles Begin, Commit, Load, Release, Attach and Describe. Returns the body of the reply.
+    /// Handles Begin, Commit, Load, Release, Attach and Describe. Returns the body of the reply. `tenant`: the only one whose
+    /// records the caller may use; `None`: any.
     fn call(
         &self,
         caller: PeerIdentity,
+        tenant: Option<&str>,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
@@ -94,6 +97,16 @@ pub fn is_granted(
     }
 }
 
+/// Refuses a record of another tenant than that of the peer, whatever capability it shows: that may have been stolen.
+/// `is_of` compares the tenant of the record. `tenant`: the only one whose records the peer may use; `None`: any.
+///
+/// # Errors
+/// The code of the refusal.
+pub fn check_tenant(tenant: Option<&str>, is_of: impl FnOnce(&str) -> bool) -> Result<(), ErrorCode> {
+    let allowed = tenant.is_none_or(is_of) || moontide_rt::mutation_enabled("tenant-of-record-unchecked");
+    if allowed { Ok(()) } else { Err(ErrorCode::PermissionDenied) }
+}
+
 /// Pinned range of a READY record.
 #[derive(Debug)]
 pub(crate) struct PinnedRange<'a> {
@@ -117,6 +130,7 @@ impl PinnedRange<'_> {
 /// Checks reads and pins their records. Records on disk are read into memory first, all in one call.
 pub(crate) fn pin_reads<'a>(
     owner: &'a dyn Owner,
+    tenant: Option<&str>,
     ops: Packed<'_, TransferOp>,
     deadline: Instant,
 ) -> Vec<Result<PinnedRange<'a>, ErrorCode>> {
@@ -137,26 +151,33 @@ pub(crate) fn pin_reads<'a>(
         if op.flags.contains(OpFlags::DISK) {
             authorized.next().map_or(Err(ErrorCode::Internal), |(_, authorized)| authorized)?;
             let pin = staged.next().unwrap_or(Err(ErrorCode::Internal))?;
+            check_tenant(tenant, |tenant| pin.is_of_tenant(tenant))?;
             return staged_range(pin, &op);
         }
-        let (pin, range) = pin_checked(owner, &op)?;
+        let (pin, range) = pin_checked(owner, tenant, &op)?;
         pinned_range(pin, range, &op)
     };
     ops.iter().map(pin_read).collect()
 }
 
-/// Checks a read of a record in memory, and pins the record. The range of the operation is ignored.
+/// Checks a read of a record in memory by a peer that may read those of all tenants, and pins the record. The range of the
+/// operation is ignored.
 ///
 /// # Errors
 /// The code of the refusal.
 pub fn pin_record<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<NodePin<'a>, ErrorCode> {
-    pin_checked(owner, op).map(|(pin, _)| pin)
+    pin_checked(owner, None, op).map(|(pin, _)| pin)
 }
 
-fn pin_checked<'a>(owner: &'a dyn Owner, op: &TransferOp) -> Result<(NodePin<'a>, Span), ErrorCode> {
+fn pin_checked<'a>(
+    owner: &'a dyn Owner,
+    tenant: Option<&str>,
+    op: &TransferOp,
+) -> Result<(NodePin<'a>, Span), ErrorCode> {
     let range = checked(owner, op)?;
     let pin = owner.heap().pin(op.segment, op.slot, op.epoch).ok_or(ErrorCode::Gone)?;
     same_object(pin.header(), op)?;
+    check_tenant(tenant, |tenant| pin.is_of_tenant(tenant))?;
     owner.authorize_op(op, Some(pin.header()))?;
     Ok((pin, range))
 }
@@ -192,6 +213,7 @@ pub(crate) const CLAIM_WAIT_MAX: Duration = Duration::from_millis(900);
 /// Checks a write and claims its range.
 pub(crate) fn claim_write<'a>(
     owner: &'a dyn Owner,
+    tenant: Option<&str>,
     op: &TransferOp,
     deadline: Instant,
 ) -> Result<NodeClaim<'a>, ErrorCode> {
@@ -206,6 +228,7 @@ pub(crate) fn claim_write<'a>(
         let empty = Span::new(0, 0).expect("empty range");
         let probe = heap.claim_range(op.segment, op.slot, op.epoch, empty).ok_or(ErrorCode::StaleEpoch)?;
         same_object(probe.header(), op)?;
+        check_tenant(tenant, |tenant| probe.is_of_tenant(tenant))?;
         owner.authorize_op(op, Some(probe.header()))?;
         if range.end() > probe.header().stripe_len {
             return Err(ErrorCode::OutOfBounds);
@@ -229,6 +252,7 @@ pub(crate) fn claim_write<'a>(
 #[cfg(feature = "testing")]
 pub fn serve_read(
     owner: &dyn Owner,
+    tenant: Option<&str>,
     op: &TransferOp,
     deadline: Instant,
     half_read: impl FnOnce(),
@@ -236,7 +260,7 @@ pub fn serve_read(
     let mut encoded = Vec::with_capacity(TransferOp::BYTES);
     op.encode(&mut encoded);
     let ops = Packed::decode(&encoded, 1).map_err(|error| error.code())?;
-    let pinned = pin_reads(owner, ops, deadline).pop().unwrap_or(Err(ErrorCode::Internal))?;
+    let pinned = pin_reads(owner, tenant, ops, deadline).pop().unwrap_or(Err(ErrorCode::Internal))?;
     let (first, rest) = pinned.bytes().split_at(pinned.bytes().len() / 2);
     let first = first.to_vec();
     half_read();
@@ -251,12 +275,13 @@ pub fn serve_read(
 #[cfg(feature = "testing")]
 pub fn serve_write(
     owner: &dyn Owner,
+    tenant: Option<&str>,
     op: &TransferOp,
     payload: &[u8],
     deadline: Instant,
     claimed: impl FnOnce(),
 ) -> Result<u64, ErrorCode> {
-    let mut claim = claim_write(owner, op, deadline)?;
+    let mut claim = claim_write(owner, tenant, op, deadline)?;
     claimed();
     Ok(claim.fill(payload))
 }

@@ -437,6 +437,7 @@ impl Owner for SampleNode {
     fn call(
         &self,
         caller: PeerIdentity,
+        _tenant: Option<&str>,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,

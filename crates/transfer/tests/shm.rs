@@ -229,11 +229,12 @@ impl Owner for ExitRecorder {
     fn call(
         &self,
         caller: PeerIdentity,
+        tenant: Option<&str>,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
-        self.sample.call(caller, kind, body, deadline)
+        self.sample.call(caller, tenant, kind, body, deadline)
     }
 
     fn on_client_exit(&self, records: &[(SegmentId, SlotId, Epoch)]) {

@@ -546,12 +546,13 @@ impl moontide_transfer::Owner for SlowNode {
     fn call(
         &self,
         caller: moontide_transfer::PeerIdentity,
+        tenant: Option<&str>,
         kind: FrameKind,
         body: &[u8],
         deadline: Instant,
     ) -> Result<Vec<u8>, ErrorCode> {
         std::thread::sleep(Duration::from_millis(1800));
-        self.0.call(caller, kind, body, deadline)
+        self.0.call(caller, tenant, kind, body, deadline)
     }
 }
 

@@ -13,7 +13,7 @@ use moontide_auth::{Credentials, Role};
 use moontide_proto::FrameKind;
 use moontide_transfer::sample::SampleNodeConfig;
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
-use moontide_transfer::{Engine, Metrics, TransferError};
+use moontide_transfer::{Engine, Metrics, Op, TransferError};
 use moontide_types::ErrorCode;
 use over_tls::common::{self, AUTHORITY, TestNode, get};
 
@@ -30,7 +30,7 @@ fn refused(node: &TestNode, credentials: Option<Arc<Credentials>>) -> TransferEr
         Err(error) => error,
         Ok(link) => {
             let mut bytes = vec![0; 1000];
-            let mut ops = [moontide_transfer::Op::get(node.config().target(0), 0, &mut bytes)];
+            let mut ops = [Op::get(node.config().target(0), 0, &mut bytes)];
             moontide_transfer::run(&*link, &mut ops, deadline).expect_err("the peer is refused")
         }
     }
@@ -86,6 +86,28 @@ fn frames_are_for_the_roles_of_the_table() {
         for role in [Role::Tenant("acme".into()), Role::Operator] {
             assert_ne!(outcome(role, kind), denied, "{kind:?}");
         }
+    }
+}
+
+#[test]
+fn records_are_for_the_tenant_of_the_certificate_whatever_the_capability() {
+    let config =
+        SampleNodeConfig { record_bytes: 1000, readable: 1, writable: 1, begun: true, ..Default::default() };
+    let node = TestNode::new(config);
+    let bytes = node.config().content(1);
+    let outcomes = |role: Role| {
+        let config = TcpConfig { credentials: common::credentials(role), ..TcpConfig::default() };
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let link = TcpEngine::new(config, Metrics::new()).connect(&node.peer(), deadline).unwrap();
+        let read = get(&*link, node.config(), 0).unwrap().map(|_| ());
+        let mut ops = [Op::put(node.config().target(1), 0, &bytes)];
+        moontide_transfer::run(&*link, &mut ops, deadline).unwrap();
+        (read, ops[0].outcome().unwrap())
+    };
+    let denied = Err(ErrorCode::PermissionDenied);
+    assert_eq!(outcomes(Role::Tenant("other".into())), (denied, denied));
+    for role in [Role::Tenant("default".into()), Role::Operator] {
+        assert_eq!(outcomes(role.clone()), (Ok(()), Ok(())), "{role}");
     }
 }
 

@@ -783,6 +783,13 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::InTest,
     },
     Mutant {
+        name: "tenant-of-record-unchecked",
+        location: "crates/transfer/src/owner.rs",
+        impact: "A tenant that gets hold of another one's capability reads and overwrites the object.",
+        test: unit("node", "capabilities::matrix::valid_capability_is_refused_to_the_certificate_of_another_tenant"),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "capability-unchecked",
         location: "crates/node/src/capabilities.rs",
         impact: "A process that reaches the port of a node reads every object, and takes all of its slots.",

@@ -282,6 +282,14 @@ impl NodeHeap {
         self.segment(segment)?.header_at(slot, epoch)
     }
 
+    /// Returns whether the slot has this version, of an object of this tenant.
+    pub fn is_of_tenant(&self, segment: SegmentId, slot: SlotId, epoch: Epoch, tenant: &str) -> bool {
+        let Some(owner) = self.segment(segment) else { return false };
+        let is_of_tenant = |header: Header| owner.regions.is_of_tenant(&header, tenant);
+        // The slot may be reused while its bytes are read: then it has another version afterwards.
+        owner.header_at(slot, epoch).is_some_and(is_of_tenant) && owner.header_at(slot, epoch).is_some()
+    }
+
     /// Claims the payload of a record that was granted to [`PayloadWriter::Node`]. Returns `None` if the node does
     /// not write it in this version, or if a claim exists.
     pub fn claim(&self, segment: SegmentId, slot: SlotId, epoch: Epoch) -> Option<NodeClaim<'_>> {
@@ -373,6 +381,11 @@ impl NodePin<'_> {
         &self.header
     }
 
+    /// Returns whether the object belongs to this tenant.
+    pub fn is_of_tenant(&self, tenant: &str) -> bool {
+        self.held.owner.regions.is_of_tenant(&self.header, tenant)
+    }
+
     /// Returns whether the payload is in a device's memory, from which [`NodePin::copy_out`] copies it.
     pub fn is_in_device(&self) -> bool {
         !self.held.owner.regions.has_bytes()
@@ -451,6 +464,11 @@ impl NodeClaim<'_> {
     /// Returns the header as granted; it has the writer's tag in the place of the root until the commit.
     pub fn header(&self) -> &Header {
         &self.header
+    }
+
+    /// Returns whether the object belongs to this tenant.
+    pub fn is_of_tenant(&self, tenant: &str) -> bool {
+        self.held.owner.regions.is_of_tenant(&self.header, tenant)
     }
 
     /// Returns the claimed range of the payload.

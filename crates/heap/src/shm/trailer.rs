@@ -28,14 +28,7 @@ impl SegmentRegions {
     pub(crate) fn trailer<'a>(&self, header: &Header, scratch: &'a mut Vec<u8>) -> Option<Trailer<'a>> {
         let (layout, span) = self.record_span(header)?;
         let (key, attributes) = (layout.key(), layout.attributes());
-        let (at, len) = (span.offset() + key.offset(), attributes.end() - key.offset());
-        // SAFETY: every byte is an `AtomicU8`. Otherwise only begin writes here, in a slot that is FREE; and a client
-        // that
-        // breaks the protocol may write at this moment, which is why they are atomics.
-        let stored = unsafe { self.payload.slice::<AtomicU8>(at, len) };
-        scratch.clear();
-        // Relaxed: no order is needed, a torn read fails the check.
-        scratch.extend(stored.iter().map(|byte| byte.load(Ordering::Relaxed)));
+        self.copy_payload(span.offset() + key.offset(), attributes.end() - key.offset(), scratch);
         let (section, attributes) = scratch.split_at(key.len() as usize);
         if trailer_crc(section, attributes) != header.trailer_crc {
             return None;
@@ -43,5 +36,33 @@ impl SegmentRegions {
         let KeySection { tenant, key } = KeySection::decode(section).ok()?;
         AttributesRef::decode(attributes).ok()?;
         Some(Trailer { tenant, key, attributes })
+    }
+
+    /// Returns whether a record belongs to this tenant. The caller keeps its slot from being reused, or detects that.
+    pub(crate) fn is_of_tenant(&self, header: &Header, tenant: &str) -> bool {
+        let Some((layout, span)) = self.record_span(header) else { return false };
+        let (at, len) = (span.offset() + layout.key().offset(), KeySection::TENANT_AT + tenant.len());
+        if layout.key().len() < len as u64 {
+            return false;
+        }
+        let mut stored = vec![0; len];
+        match self.device() {
+            None if self.has_bytes() => self.copy_payload(at, len as u64, &mut stored),
+            None => return false,
+            // A device that does not respond has no records that can be read.
+            Some(device) if device.read(at, &mut stored).is_err() => return false,
+            Some(_) => {}
+        }
+        KeySection::starts_with_tenant(&stored, tenant)
+    }
+
+    /// Copies bytes of the payload that another process may write at this moment.
+    fn copy_payload(&self, at: u64, len: u64, out: &mut Vec<u8>) {
+        // SAFETY: every byte is an `AtomicU8`. Otherwise only begin writes here, in a slot that is FREE; and a client
+        // that breaks the protocol may write at this moment, which is why they are atomics.
+        let stored = unsafe { self.payload.slice::<AtomicU8>(at, len) };
+        out.clear();
+        // Relaxed: no order is needed, a torn read fails the check or compares as another tenant.
+        out.extend(stored.iter().map(|byte| byte.load(Ordering::Relaxed)));
     }
 }

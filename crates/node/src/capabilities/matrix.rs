@@ -140,13 +140,19 @@ impl Harness {
         Harness { memory, owner, counters }
     }
 
-    /// Makes a request with this capability.
+    /// Makes a request with this capability, as a peer that may use the records of all tenants.
     fn call(&self, call: Call, capability: Capability) -> Result<(), ErrorCode> {
+        self.call_as(None, call, capability)
+    }
+
+    /// As [`Harness::call`]; `tenant`: the only one whose records the peer may use.
+    fn call_as(&self, tenant: Option<&str>, call: Call, capability: Capability) -> Result<(), ErrorCode> {
         let (object, handle) = record();
         let handle = Handle { capability, ..handle };
         let deadline = Instant::now() + Duration::from_secs(5);
         let op = |kind, len| Target::of(&handle, object.id, object.epoch).to_wire(kind, 0, len);
-        let request = |kind, body: &[u8]| self.owner.call(PeerIdentity::Remote(1), kind, body, deadline);
+        let request =
+            |kind, body: &[u8]| self.owner.call(PeerIdentity::Remote(1), tenant, kind, body, deadline);
         match call {
             Call::Begin => {
                 let mut keys = PackedKeysBuilder::new();
@@ -164,7 +170,8 @@ impl Harness {
                 first_code(&request(FrameKind::Begin, &begin.encode_to_vec())?)
             }
             Call::Write => {
-                serve_write(&self.owner, &op(OpKind::Write, LEN), &payload(), deadline, || ()).map(|_| ())
+                serve_write(&self.owner, tenant, &op(OpKind::Write, LEN), &payload(), deadline, || ())
+                    .map(|_| ())
             }
             Call::Commit | Call::Abort => {
                 let entry = CommitEntry {
@@ -184,7 +191,7 @@ impl Harness {
                 first_code(&request(FrameKind::Commit, &body)?)
             }
             Call::Read => {
-                let bytes = serve_read(&self.owner, &op(OpKind::Read, LEN), deadline, || ())?;
+                let bytes = serve_read(&self.owner, tenant, &op(OpKind::Read, LEN), deadline, || ())?;
                 assert_eq!(bytes, payload());
                 Ok(())
             }
@@ -334,6 +341,22 @@ fn each_right_allows_its_requests_with_both_keys() {
 }
 
 #[test]
+fn valid_capability_is_refused_to_the_certificate_of_another_tenant() {
+    let capability = secret().key_of(NODE, 3).sign(&scope(write()));
+    // Only nodes may describe records, and they copy those of all tenants.
+    for call in CALLS.into_iter().filter(|&call| call != Call::Describe) {
+        let harness = Harness::new();
+        harness.prepare(call);
+        for other in ["other", "defaul", "default2", ""] {
+            let refused = harness.call_as(Some(other), call, capability);
+            assert_eq!(refused, Err(ErrorCode::PermissionDenied), "{call:?} by tenant {other:?}");
+        }
+        let own = harness.call_as(Some(Tenant::DEFAULT.as_str()), call, capability);
+        assert_eq!(own, Ok(()), "{call:?} by the tenant of the record");
+    }
+}
+
+#[test]
 fn local_callers_need_capabilities_too() {
     let harness = Harness::new();
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -354,12 +377,12 @@ fn local_callers_need_capabilities_too() {
     let mut entries = Vec::new();
     entry.encode(&mut entries);
     let body = v1::CommitRequest { entries: entries.into() }.encode_to_vec();
-    let reply = harness.owner.call(client, FrameKind::Commit, &body, deadline).unwrap();
+    let reply = harness.owner.call(client, None, FrameKind::Commit, &body, deadline).unwrap();
     assert_eq!(first_code(&reply), Err(ErrorCode::PermissionDenied));
     let op = Target::of(&handle, object.id, object.epoch).to_wire(OpKind::Release, 0, 0);
     assert!(!op.flags.contains(OpFlags::DISK));
     let ops: PackedBuilder<TransferOp> = [op].into_iter().collect();
-    let reply = harness.owner.call(client, FrameKind::Release, &ops.finish(), deadline).unwrap();
+    let reply = harness.owner.call(client, None, FrameKind::Release, &ops.finish(), deadline).unwrap();
     assert_eq!(codes(&reply), Err(ErrorCode::PermissionDenied));
     assert!(harness.memory.heap().claim(SEGMENT, SLOT, object.epoch).is_some(), "it is still being written");
 }

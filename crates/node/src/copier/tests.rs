@@ -115,10 +115,10 @@ impl Carrier for SourceNode {
         }
         let (step, mut reply) = match request {
             CarriedRequest::Call(kind, body) => {
-                (Step::Described, self.owner.call(PeerIdentity::Remote(1), kind, &body, deadline)?)
+                (Step::Described, self.owner.call(PeerIdentity::Remote(1), None, kind, &body, deadline)?)
             }
             CarriedRequest::Read(op) => {
-                (Step::Read, moontide_transfer::serve_read(&self.owner, &op, deadline, || ())?)
+                (Step::Read, moontide_transfer::serve_read(&self.owner, None, &op, deadline, || ())?)
             }
         };
         let hook = self.hook.lock().take();

@@ -450,7 +450,8 @@ impl Shared {
             | FrameKind::Attach
             | FrameKind::Describe => {
                 let kind = header.kind.reply().expect("a request");
-                match self.owner.call(caller, header.kind, &buffers.body, timeout.deadline) {
+                match self.owner.call(caller, tenant_of(socket), header.kind, &buffers.body, timeout.deadline)
+                {
                     Ok(body) if body.len() <= kind.body_len_max() => {
                         reply(socket, FrameHeader::new(kind, header.request), &body, timeout)
                     }
@@ -483,7 +484,8 @@ impl Shared {
             *is_background = true;
             moontide_rt::thread::lower_priority();
         }
-        let ranges: Vec<Result<PinnedRange<'_>, ErrorCode>> = pin_reads(&*self.owner, ops, timeout.deadline);
+        let ranges: Vec<Result<PinnedRange<'_>, ErrorCode>> =
+            pin_reads(&*self.owner, tenant_of(socket), ops, timeout.deadline);
         let mut codes = Vec::with_capacity(2 * ranges.len());
         for (range, op) in ranges.iter().zip(ops.iter()) {
             let outcome = range.as_ref().map(|_| ()).map_err(|code| *code);
@@ -536,7 +538,7 @@ impl Shared {
             TransferOps::decode(header, body).map_err(|source| ConnectionError::Ops { peer, source })?.ops();
         let mut codes = Vec::with_capacity(2 * ops.len());
         for op in ops.iter() {
-            let outcome = match claim_write(&*self.owner, &op, timeout.deadline) {
+            let outcome = match claim_write(&*self.owner, tenant_of(socket), &op, timeout.deadline) {
                 Ok(mut claim) => {
                     receive_into(socket, recv_buffer, &mut claim, &op, timeout)?;
                     Ok(())
@@ -719,6 +721,11 @@ fn call_of(kind: FrameKind) -> Option<Call> {
         // Not served to peers on the network.
         _ => None,
     }
+}
+
+/// Returns the only tenant whose records the peer may use.
+fn tenant_of(socket: &Socket) -> Option<&str> {
+    socket.peer().and_then(|peer| peer.role().tenant())
 }
 
 fn code_bytes(outcome: Result<(), ErrorCode>) -> [u8; 2] {

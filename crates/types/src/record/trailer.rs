@@ -88,6 +88,15 @@ impl<'a> KeySection<'a> {
         }
     }
 
+    /// Offset of the tenant's name in the encoded form; its length stands before it.
+    pub const TENANT_AT: usize = 2;
+
+    /// Returns whether an encoded section, or the first bytes of one, has this tenant.
+    pub fn starts_with_tenant(bytes: &[u8], tenant: &str) -> bool {
+        let Some((len, rest)) = bytes.split_first_chunk() else { return false };
+        usize::from(u16::from_le_bytes(*len)) == tenant.len() && rest.starts_with(tenant.as_bytes())
+    }
+
     /// Decodes the section. Fails if bytes are left over.
     pub fn decode(bytes: &'a [u8]) -> Result<KeySection<'a>, TrailerError> {
         let mut rest = bytes;
@@ -379,6 +388,16 @@ mod tests {
         section.encode(&mut bytes);
         assert_eq!(bytes.len(), section.encoded_len());
         assert_eq!(KeySection::decode(&bytes), Ok(section));
+        let tenant = Tenant::DEFAULT.as_str();
+        assert!(KeySection::starts_with_tenant(&bytes, tenant));
+        assert!(KeySection::starts_with_tenant(&bytes[..KeySection::TENANT_AT + tenant.len()], tenant));
+        let longer = format!("{tenant}x");
+        for other in ["", "other", &tenant[1..], &tenant[..tenant.len() - 1], &longer] {
+            assert!(!KeySection::starts_with_tenant(&bytes, other), "{other:?}");
+        }
+        for len in 0..KeySection::TENANT_AT + tenant.len() {
+            assert!(!KeySection::starts_with_tenant(&bytes[..len], tenant), "{len} bytes");
+        }
     }
 
     #[test]
