@@ -39,6 +39,12 @@ enum Bench {
     /// Objects in the memory of another process, over TCP
     #[command(after_help = store::REMOTE_EXAMPLES)]
     Remote(store::RemoteArgs),
+    /// What mutual TLS costs: gets, puts and look-ups with and without it, and a bare loop with rustls
+    #[command(after_help = store::TLS_EXAMPLES)]
+    Tls(store::TlsArgs),
+    /// Process of `bench tls` with the bare loop
+    #[command(hide = true)]
+    TlsServer(store::TlsServerArgs),
     /// Objects on the disk of another process
     #[command(after_help = store::LOAD_EXAMPLES)]
     Load(store::LoadArgs),
@@ -111,6 +117,8 @@ pub fn run(matches: &ArgMatches) -> Result<(), BenchError> {
         Bench::PushRank(args) => push::run_rank(&args),
         Bench::Local(args) => store::local(&args),
         Bench::Remote(args) => store::remote(&args),
+        Bench::Tls(args) => store::tls(&args),
+        Bench::TlsServer(args) => store::tls_server(&args),
         Bench::Load(args) => store::load(&args),
         Bench::WriteBack(args) => store::write_back(&args),
         Bench::Mixed(args) => store::mixed(&args),

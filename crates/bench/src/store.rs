@@ -1,4 +1,4 @@
-//! `moontide bench local`, `remote`, `load`, `mixed` and `trace`: the store from the view of an application, in a
+//! `moontide bench local`, `remote`, `tls`, `load`, `mixed` and `trace`: the store from the view of an application, in a
 //! cluster of processes that the benchmark starts, or in an existing cluster.
 //!
 //! | file | content |
@@ -7,6 +7,7 @@
 //! | `local` | local objects: zero-copy reads, copies, puts |
 //! | `remote` | objects over TCP |
 //! | `load` | objects on the disk of a node, over TCP or on the same host |
+//! | `tls` | what mutual TLS costs gets, puts and look-ups |
 //! | `write_back` | what the write of every object to disk costs the puts |
 //! | `mixed` | many callers, reads and writes, also under overload |
 //! | `replay` | replay of a trace of KV-cache traffic |
@@ -17,6 +18,7 @@ mod local;
 mod mixed;
 mod remote;
 mod replay;
+mod tls;
 mod write_back;
 
 use std::time::Duration;
@@ -32,9 +34,13 @@ pub(super) use local::{Args as LocalArgs, EXAMPLES as LOCAL_EXAMPLES, run as loc
 pub(super) use mixed::{Args as MixedArgs, EXAMPLES as MIXED_EXAMPLES, run as mixed};
 pub(super) use remote::{Args as RemoteArgs, EXAMPLES as REMOTE_EXAMPLES, run as remote};
 pub(super) use replay::{Args as ReplayArgs, EXAMPLES as REPLAY_EXAMPLES, run as replay};
+pub(super) use tls::{
+    Args as TlsArgs, EXAMPLES as TLS_EXAMPLES, ServerArgs as TlsServerArgs, run as tls,
+    run_server as tls_server,
+};
 pub(super) use write_back::{Args as WriteBackArgs, EXAMPLES as WRITE_BACK_EXAMPLES, run as write_back};
 
-/// Common arguments of `local`, `remote`, `load` and `write-back`.
+/// Common arguments of `local`, `remote`, `tls`, `load` and `write-back`.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct BenchEffort {
     /// Repeats of store and baseline [default: 5; quick: 3]

@@ -93,6 +93,24 @@ impl BenchCluster {
 
     /// As [`BenchCluster::start`], with a disk; for a cluster of one node.
     pub(crate) fn start_with_disk(size: Size, disk: Option<&Disk>) -> Result<BenchCluster, BenchError> {
+        BenchCluster::launch(size, disk, &[], &[])
+    }
+
+    /// As [`BenchCluster::start`], with more arguments for the master, and for each node.
+    pub(crate) fn start_with_args(
+        size: Size,
+        of_master: &[String],
+        of_node: &[String],
+    ) -> Result<BenchCluster, BenchError> {
+        BenchCluster::launch(size, None, of_master, of_node)
+    }
+
+    fn launch(
+        size: Size,
+        disk: Option<&Disk>,
+        of_master: &[String],
+        of_node: &[String],
+    ) -> Result<BenchCluster, BenchError> {
         eprintln!("starting a master and {} node(s) of {} MiB …", size.nodes, size.node_bytes >> 20);
         let free = "127.0.0.1:0";
         let groups = size.groups.to_string();
@@ -111,6 +129,8 @@ impl BenchCluster {
             "--offload",
             disk.map_or_else(OffloadTrigger::default, |disk| disk.offload).name(),
         ];
+        let master_args: Vec<&str> =
+            master_args.into_iter().chain(of_master.iter().map(String::as_str)).collect();
         let (master, lines) = ServerProcess::start(&master_args, "admin ")?;
         let grpc = lines.iter().find_map(|line| line.strip_prefix("grpc "));
         let address = grpc.ok_or_else(|| wrong("master printed no gRPC address"))?.to_owned();
@@ -120,6 +140,7 @@ impl BenchCluster {
             let args = ["node", "--master", &address, "--memory-bytes", &bytes, "--admin-listen", free];
             let mut args: Vec<String> = args.map(str::to_owned).to_vec();
             args.extend(disk.map(Disk::args).unwrap_or_default());
+            args.extend_from_slice(of_node);
             nodes.push(BenchNode::start(args)?);
         }
         Ok(BenchCluster { nodes, master, address })
