@@ -178,8 +178,10 @@ calls! {
     Release,
     /// Frames of nodes: header of a record that is copied.
     Describe,
-    /// Frames of masters and nodes: test of the connection.
-    Ping,
+    /// Frames of nodes: test of the connection. A node refuses connections of peers that may not make it.
+    PingNode,
+    /// Frames of masters: test of the connection.
+    PingMaster,
 }
 
 fn rule(call: Call) -> Rule {
@@ -214,9 +216,9 @@ fn rule(call: Call) -> Rule {
         Call::Metrics => Rule::Scraper,
         Call::Inspect | Call::Change => Rule::Operator,
         Call::Begin | Call::Write | Call::Commit | Call::Load | Call::Release => Rule::Tenant,
-        Call::Read => Rule::TenantOrNode,
+        Call::Read | Call::PingNode => Rule::TenantOrNode,
         Call::Describe => Rule::Node,
-        Call::Ping => Rule::Known,
+        Call::PingMaster => Rule::Known,
     }
 }
 
@@ -290,7 +292,7 @@ mod tests {
         assert_eq!(count(&Caller::Trusted), Call::ALL.len());
         assert_eq!(count(&Caller::Anonymous), 1);
         assert_eq!(Caller::Anonymous.check(Call::Health), Ok(()));
-        // Its own rule, Health and Ping.
+        // Its own rule, Health and PingMaster.
         assert_eq!(count(&scraper), 3);
         assert_eq!(count(&master), 3);
         let allowed = |caller: &Caller, calls: &[Call]| calls.iter().all(|&call| caller.check(call).is_ok());

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use moontide_auth::{Identity, Role};
+use moontide_auth::{Call, Identity};
 use moontide_heap::{
     CommitError, Grant, KillOutcome, LocalReadStats, NodeHeap, NodePin, PayloadWriter, RecordSpec,
     StagedRecord,
@@ -565,8 +565,7 @@ impl Owner for NodeOwner {
     }
 
     fn authorize_peer(&self, hello: &Hello, peer: Option<&Identity>) -> Result<(), ErrorCode> {
-        // Masters and scrapers need nothing of the data plane.
-        if matches!(peer.map(Identity::role), Some(Role::Master | Role::Scraper)) {
+        if peer.is_some_and(|peer| !peer.role().may(Call::PingNode)) {
             return Err(ErrorCode::PermissionDenied);
         }
         // A client sends 0. Another id means that the peer has an outdated address.

@@ -717,7 +717,7 @@ fn call_of(kind: FrameKind) -> Option<Call> {
         FrameKind::Load => Some(Call::Load),
         FrameKind::Release => Some(Call::Release),
         FrameKind::Describe => Some(Call::Describe),
-        FrameKind::Ping => Some(Call::Ping),
+        FrameKind::Ping => Some(Call::PingNode),
         // Not served to peers on the network.
         _ => None,
     }
