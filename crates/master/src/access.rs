@@ -21,6 +21,9 @@ impl Refused {
 
 /// Checks whether the caller may make a call.
 pub(crate) fn check_call(caller: &Caller, call: Call) -> Result<(), Refused> {
+    if moontide_rt::mutation_enabled("call-unchecked") {
+        return Ok(());
+    }
     caller.check(call).map_err(|error| match caller {
         Caller::Anonymous => Refused { code: ErrorCode::Unauthenticated, text: error.to_string() },
         _ => Refused::denied(error.to_string()),
@@ -37,7 +40,7 @@ pub(crate) fn check(
     let Some(own) = caller.tenant() else { return Ok(()) };
     let named = context.map_or("", |context| &context.tenant);
     let named = if named.is_empty() { Tenant::DEFAULT.as_str() } else { named };
-    if named == own {
+    if named == own || moontide_rt::mutation_enabled("tenant-of-call-unchecked") {
         return Ok(());
     }
     // Text of the caller: shown escaped, and not in full.
@@ -49,7 +52,7 @@ pub(crate) fn check(
 
 /// Checks whether the caller may act for this node.
 pub(crate) fn check_node(caller: &Caller, node: NodeId) -> Result<(), Refused> {
-    if caller.is_node(node) {
+    if caller.is_node(node) || moontide_rt::mutation_enabled("node-of-call-unchecked") {
         Ok(())
     } else {
         Err(Refused::denied(format!(

@@ -24,7 +24,7 @@ fn record_under_an_id_of_another_key_is_refused() {
     for (engine, link) in links(&node) {
         let own = client.put_start_soon(&format!("own-{engine}"), 1000);
         let begin_with = |change: &dyn Fn(&mut Reserved)| {
-            let mut forged = Reserved { name: own.name.clone(), handles: own.handles.clone(), ..own };
+            let mut forged = own.clone();
             change(&mut forged);
             begin(&*link, &forged)
         };

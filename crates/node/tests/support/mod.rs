@@ -140,7 +140,9 @@ pub fn content(seed: u64, len: usize) -> Vec<u8> {
 }
 
 /// A reservation of one object.
+#[derive(Clone)]
 pub struct Reserved {
+    pub tenant: String,
     pub name: String,
     pub id: ObjectId,
     pub object: ObjectEntry,
@@ -181,9 +183,14 @@ impl<'a> Client<'a> {
     }
 
     pub fn id(&self, name: &str) -> ObjectId {
+        self.id_of(Tenant::DEFAULT, name)
+    }
+
+    /// Computes the id of a key of any tenant, as every client can.
+    pub fn id_of(&self, tenant: Tenant<'_>, name: &str) -> ObjectId {
         let info = self.master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
         let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
-        key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
+        key.object_id(tenant, TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
     }
 
     pub fn put_start(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {
@@ -201,13 +208,16 @@ impl<'a> Client<'a> {
         self.put_start_in(other, name, len, false)
     }
 
-    fn put_start_in(
+    /// Starts a put in this context.
+    pub fn put_start_in(
         &self,
         context: Option<v1::RequestContext>,
         name: &str,
         len: u64,
         digestless: bool,
     ) -> Result<Reserved, ErrorCode> {
+        let tenant = context.as_ref().map_or("", |context| &context.tenant);
+        let tenant = if tenant.is_empty() { Tenant::DEFAULT.as_str() } else { tenant }.to_owned();
         let mut objects = PackedBuilder::with_capacity(1);
         objects.push(&PutEntry { len, config: 0 });
         let request = v1::PutStartRequest {
@@ -227,7 +237,8 @@ impl<'a> Client<'a> {
             Some(code) => Err(code),
             None => {
                 let handles = handles.iter().collect();
-                Ok(Reserved { name: name.to_owned(), id: self.id(name), object, handles })
+                let id = self.id_of(Tenant::new(&tenant).unwrap(), name);
+                Ok(Reserved { tenant, name: name.to_owned(), id, object, handles })
             }
         }
     }
@@ -282,6 +293,7 @@ impl<'a> Client<'a> {
         match object.code {
             Some(code) => Err(code),
             None => Ok(Reserved {
+                tenant: Tenant::DEFAULT.as_str().to_owned(),
                 name: name.to_owned(),
                 id: self.id(name),
                 object,
@@ -344,7 +356,7 @@ pub fn begin_body(reserved: &Reserved) -> Vec<u8> {
     objects.push(&reserved.object);
     let handles: PackedBuilder<Handle> = reserved.handles.iter().copied().collect();
     v1::BeginRequest {
-        tenant: Tenant::DEFAULT.as_str().into(),
+        tenant: reserved.tenant.clone(),
         keys: keys(&[&reserved.name]),
         objects: objects.finish().into(),
         handles: handles.finish().into(),
