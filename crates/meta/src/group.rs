@@ -430,6 +430,18 @@ impl Group {
         self.tenants.find(tenant)
     }
 
+    /// Checks that no object of another tenant has this id. Otherwise returns the code for an object that is not there: a tenant must
+    /// not learn what others have.
+    pub fn check_tenant(&self, now: Now, id: ObjectId, tenant: Tenant<'_>) -> Result<(), ErrorCode> {
+        let is_other = |at| *self.tenants.get(self.slab.get(at).tenant()).name != *tenant.as_str();
+        if !self.find_id(id).is_some_and(is_other)
+            || moontide_rt::mutation_enabled("put-of-another-tenant-ended")
+        {
+            return Ok(());
+        }
+        Err(if self.memory_is_unsettled(now) { ErrorCode::Retry } else { ErrorCode::Gone })
+    }
+
     /// Sets this group's share of a tenant's quota.
     pub fn set_quota(&mut self, tenant: TenantIndex, quota: Quota) {
         self.tenants.get_mut(tenant).quota = quota;

@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use caller::{Outcome, Request, Servers, make, node_page};
-use calls::Subject;
+use calls::{Subject, put_end, put_revoke};
 use credentials::{Credential, Flaw, Issuer};
 use moontide_auth::rustls::ClientConfig;
 use moontide_auth::{Call, Caller, Credentials, Role};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{DiskConfig, Node, NodeConfig};
-use moontide_proto::{Capability, FrameKind};
+use moontide_proto::{Capability, FrameKind, v1};
 use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{Engine, Link, Metrics};
 use moontide_types::{ErrorCode, NodeId};
@@ -242,6 +242,37 @@ fn calls_are_answered_to_the_roles_of_the_table_alone() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!((handled, admitted), (by_table, 0), "cells that were handled");
     assert_eq!(denied + closed, outcomes.len() - by_table, "all others were refused");
+}
+
+#[test]
+fn tenant_cannot_end_or_revoke_puts_of_another_tenant() {
+    // Failure: a tenant completed or revoked the puts of another one: the ids of all objects can be computed by every client, and
+    // versions count up. Cause: both calls name objects by id, and the tenant of the request was not compared with that of the
+    // object. Fix: the master compares them.
+    let cluster = Cluster::start(MasterConfig::default().capability_rotation_ms);
+    let (client, next_key) = (Client::new(&cluster.master), Cell::new(0));
+    let own = cluster.subject(&client, &next_key);
+    let victim = own.granted();
+    let context_of =
+        |tenant: &str| context().map(|context| v1::RequestContext { tenant: tenant.to_owned(), ..context });
+    let service = cluster.master.service();
+    // As if there was no such object: a tenant must not learn what others have.
+    let refused = Some(ErrorCode::Gone);
+    let other = || context_of(OTHER_TENANT);
+    assert_eq!(one_code(&service.put_revoke(&put_revoke(other(), &victim))), refused);
+    assert_eq!(one_code(&service.put_end(&put_end(other(), &victim))), refused);
+    assert!(!client.exists(&victim.name));
+    // Its writer can go on.
+    assert_eq!(begin(&*cluster.link, &victim), None);
+    let root = write(&*cluster.link, &victim, &content(1, calls::LEN));
+    assert_eq!(commit(&*cluster.link, &victim, root, moontide_proto::CommitFlags::NONE), None);
+    assert_eq!(client.put_end(&victim, root), None);
+    assert!(client.get(&*cluster.link, &victim.name).unwrap() == content(1, calls::LEN));
+    // The same calls, each by the tenant of its object.
+    let own_put = client.put_start_in(other(), "own", 100, false).unwrap();
+    assert_eq!(one_code(&service.put_revoke(&put_revoke(other(), &own_put))), None);
+    let own_put = client.put_start_in(other(), "another", 100, false).unwrap();
+    assert_eq!(one_code(&service.put_end(&put_end(other(), &own_put))), None);
 }
 
 #[test]

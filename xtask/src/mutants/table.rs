@@ -845,4 +845,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: test("node", "rights", "calls_are_answered_to_the_roles_of_the_table_alone"),
         activation: Activation::Environment,
     },
+    Mutant {
+        name: "put-of-another-tenant-ended",
+        location: "crates/meta/src/group.rs",
+        impact: "A tenant revokes the puts of all others, or completes them before their bytes are written.",
+        test: test("node", "rights", "tenant_cannot_end_or_revoke_puts_of_another_tenant"),
+        activation: Activation::Environment,
+    },
 ];

@@ -191,7 +191,7 @@ impl Service {
     /// Ends puts.
     pub fn put_end(&self, m: &v1::PutEndRequest) -> v1::OutcomesResponse {
         let request = PutEndRequest::from_wire(m).map_err(refused);
-        self.outcomes(request.map(|r| (r.context, r)), |_, request, codes| {
+        self.outcomes(request.map(|r| (r.context, r)), |caller, request, codes| {
             let now = self.now();
             let mut effects = Effects::new();
             *codes = OutcomeCodes::new(request.entries.len());
@@ -210,6 +210,7 @@ impl Service {
                     replaces: entry.flags.contains(PutEndFlags::REPLACES),
                 };
                 let ended = self.group(index).and_then(|mut group| {
+                    group.check_tenant(now, entry.id, caller.context.tenant)?;
                     let ended = group.put_end(now, &end, &mut effects);
                     self.deliver(&group, &mut effects);
                     ended
@@ -227,13 +228,15 @@ impl Service {
     /// Revokes reservations.
     pub fn put_revoke(&self, m: &v1::PutRevokeRequest) -> v1::OutcomesResponse {
         let request = PutRevokeRequest::from_wire(m).map_err(refused);
-        self.outcomes(request.map(|r| (r.context, r)), |_, request, codes| {
+        self.outcomes(request.map(|r| (r.context, r)), |caller, request, codes| {
             let now = self.now();
             let mut effects = Effects::new();
             *codes = OutcomeCodes::new(request.versions.len());
             for (at, version) in request.versions.iter().enumerate() {
                 let index = self.group_of(version.id);
                 let revoked = self.group(index).and_then(|mut group| {
+                    let tenant = caller.context.tenant;
+                    group.check_tenant(now, version.id, tenant).map_err(|_| ErrorCode::Gone)?;
                     let revoked = group.put_revoke(now, version.id, version.epoch, &mut effects);
                     self.deliver(&group, &mut effects);
                     revoked
