@@ -87,7 +87,8 @@ impl Cluster {
         })
         .unwrap();
         assert!(node.wait_until_mounted(TIMEOUT));
-        let credentials = Credentials::load(issuer.issue(&Role::Tenant(OWN_TENANT.into()))).unwrap();
+        // An operator writes records of all tenants.
+        let credentials = Credentials::load(issuer.issue(&Role::Operator)).unwrap();
         let config = TcpConfig { credentials: Some(credentials), ..TcpConfig::default() };
         let link = TcpEngine::new(config, Metrics::new()).connect(&peer(&node), deadline()).unwrap();
         let addresses = master.addresses();
@@ -260,7 +261,7 @@ fn tenant_cannot_end_or_revoke_puts_of_another_tenant() {
     let refused = Some(ErrorCode::Gone);
     let other = || context_of(OTHER_TENANT);
     assert_eq!(one_code(&service.put_revoke(&put_revoke(other(), &victim))), refused);
-    assert_eq!(one_code(&service.put_end(&put_end(other(), &victim))), refused);
+    assert_eq!(one_code(&service.put_end(&put_end(other(), &victim, 0))), refused);
     assert!(!client.exists(&victim.name));
     // Its writer can go on.
     assert_eq!(begin(&*cluster.link, &victim), None);
@@ -272,7 +273,27 @@ fn tenant_cannot_end_or_revoke_puts_of_another_tenant() {
     let own_put = client.put_start_in(other(), "own", 100, false).unwrap();
     assert_eq!(one_code(&service.put_revoke(&put_revoke(other(), &own_put))), None);
     let own_put = client.put_start_in(other(), "another", 100, false).unwrap();
-    assert_eq!(one_code(&service.put_end(&put_end(other(), &own_put))), None);
+    assert_eq!(one_code(&service.put_end(&put_end(other(), &own_put, 0))), None);
+}
+
+#[test]
+fn records_of_a_tenant_are_refused_to_another_one_that_has_their_capabilities() {
+    let cluster = Cluster::start(MasterConfig::default().capability_rotation_ms);
+    let (client, next_key) = (Client::new(&cluster.master), Cell::new(0));
+    let own = cluster.subject(&client, &next_key);
+    let made = |tenant: &str, request| {
+        let tls = cluster.issuer.client(&Credential::Valid(Role::Tenant(tenant.into())));
+        cluster.make(tls.as_ref(), request)
+    };
+    // Records on the disk and in staging memory: `capabilities.rs`. Nodes describe those of all tenants.
+    for call in [Call::Begin, Call::Write, Call::Commit, Call::Read] {
+        let request = || own.requests(call).pop().unwrap();
+        let refused = made(OTHER_TENANT, request());
+        let is_refused =
+            matches!(refused, Outcome::Denied | Outcome::Handled(Some(ErrorCode::PermissionDenied)));
+        assert!(is_refused, "{call:?}: {refused:?}");
+        assert_eq!(made(OWN_TENANT, request()), Outcome::Handled(None), "{call:?}");
+    }
 }
 
 #[test]

@@ -89,7 +89,7 @@ impl Subject<'_> {
                 ..Default::default()
             }),
             Call::PutStart => both!(put_start, PutStart, || self.put_start()),
-            Call::PutEnd => both!(put_end, PutEnd, || put_end(self.context(), &self.granted())),
+            Call::PutEnd => both!(put_end, PutEnd, || put_end(self.context(), &self.granted(), 0x5eed)),
             Call::PutRevoke => {
                 vec![grpc!(MasterClient.put_revoke, put_revoke(context, &self.granted()))]
             }
@@ -278,9 +278,12 @@ impl Subject<'_> {
 
     /// A record that can be read.
     fn complete(&self) -> Reserved {
-        let key = self.key();
-        self.client.put(self.link, &key, &content());
-        self.client.lookup(&key).expect("it was put")
+        let reserved = self.begun();
+        let root = support::write(self.link, &reserved, &content());
+        assert_eq!(support::commit(self.link, &reserved, root, CommitFlags::NONE), None);
+        let end = put_end(self.context(), &reserved, root);
+        assert_eq!(support::one_code(&self.master.service().put_end(&end)), None);
+        self.client.lookup_in(self.context(), &reserved.name).expect("it was put")
     }
 
     fn with_capability(&self, mut reserved: Reserved) -> Reserved {
@@ -332,11 +335,11 @@ impl Subject<'_> {
 }
 
 /// Returns the request that completes a put.
-pub fn put_end(context: Option<v1::RequestContext>, reserved: &Reserved) -> v1::PutEndRequest {
+pub fn put_end(context: Option<v1::RequestContext>, reserved: &Reserved, root: u64) -> v1::PutEndRequest {
     let entry = PutEndEntry {
         id: reserved.id,
         epoch: reserved.object.epoch,
-        root: 0x5eed,
+        root,
         outcomes: [None; REPLICAS_MAX],
         replica_count: 1,
         flags: PutEndFlags::NONE,

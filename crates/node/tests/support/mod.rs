@@ -216,8 +216,7 @@ impl<'a> Client<'a> {
         len: u64,
         digestless: bool,
     ) -> Result<Reserved, ErrorCode> {
-        let tenant = context.as_ref().map_or("", |context| &context.tenant);
-        let tenant = if tenant.is_empty() { Tenant::DEFAULT.as_str() } else { tenant }.to_owned();
+        let tenant = tenant_of(context.as_ref());
         let mut objects = PackedBuilder::with_capacity(1);
         objects.push(&PutEntry { len, config: 0 });
         let request = v1::PutStartRequest {
@@ -281,24 +280,24 @@ impl<'a> Client<'a> {
     }
 
     pub fn lookup(&self, name: &str) -> Result<Reserved, ErrorCode> {
-        let request = v1::GetReplicaListRequest {
-            context: context(),
-            keys: keys(&[name]),
-            lease_ms: 0,
-            attributes: false,
-        };
+        self.lookup_in(context(), name)
+    }
+
+    /// As [`Client::lookup`], for the tenant in the context.
+    pub fn lookup_in(&self, context: Option<v1::RequestContext>, name: &str) -> Result<Reserved, ErrorCode> {
+        let tenant = tenant_of(context.as_ref());
+        let request =
+            v1::GetReplicaListRequest { context, keys: keys(&[name]), lease_ms: 0, attributes: false };
         let response = self.master.service().get_replica_list(&request);
         let response = GetReplicaListResponse::from_wire(&response).unwrap();
         let (object, handles) = response.body().unwrap().list.iter().next().unwrap();
         match object.code {
             Some(code) => Err(code),
-            None => Ok(Reserved {
-                tenant: Tenant::DEFAULT.as_str().to_owned(),
-                name: name.to_owned(),
-                id: self.id(name),
-                object,
-                handles: handles.iter().collect(),
-            }),
+            None => {
+                let handles = handles.iter().collect();
+                let id = self.id_of(Tenant::new(&tenant).unwrap(), name);
+                Ok(Reserved { tenant, name: name.to_owned(), id, object, handles })
+            }
         }
     }
 
@@ -349,6 +348,12 @@ pub fn digest_context(reserved: &Reserved) -> DigestContext {
 fn outcome(body: &[u8]) -> Option<ErrorCode> {
     let message = v1::SlotOutcomes::decode(body).unwrap();
     SlotOutcomes::from_wire(&message).unwrap().codes.iter().next().unwrap()
+}
+
+/// Returns the name of the tenant in a context.
+fn tenant_of(context: Option<&v1::RequestContext>) -> String {
+    let tenant = context.map_or("", |context| &context.tenant);
+    if tenant.is_empty() { Tenant::DEFAULT.as_str() } else { tenant }.to_owned()
 }
 
 pub fn begin_body(reserved: &Reserved) -> Vec<u8> {
