@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         store.put(key, b"a block")?;
     }
 
-    // The feed names objects by id, because a master sends the ids of all tenants and not their keys.
+    // The feed names objects by id, because a master sends no keys.
     let mut known = HashMap::new();
     for key in KEYS {
         known.insert(store.object_id(key)?, key);

@@ -17,7 +17,7 @@ const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait; sums with it do not overflow.
 const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 86_400);
 
-/// Feed of invalidated objects of all tenants: objects that were removed, evicted, expired, or lost with a node.
+/// Feed of invalidated objects of the tenant: objects that were removed, evicted, expired, or lost with a node.
 ///
 /// >>> store.put("leaves", b"...")
 /// True

@@ -48,7 +48,7 @@ pub enum Invalidation {
     Gap,
 }
 
-/// Stream of the invalidations of all tenants. For one thread; several streams are independent.
+/// Stream of the invalidations of the store's tenant. For one thread; several streams are independent.
 pub struct Invalidations {
     inner: Arc<Inner>,
     masters: Arc<Masters>,

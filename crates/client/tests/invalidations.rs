@@ -133,6 +133,25 @@ fn remove_all_invalidates_every_object_under_its_old_id() {
 }
 
 #[test]
+fn watcher_receives_removals_of_its_tenant_only() {
+    let (master, _node, acme) = single_master(2);
+    let config = StoreConfig::new(master.addresses().grpc.to_string());
+    let beta = Store::connect(StoreConfig { tenant: "beta".into(), ..config }).unwrap();
+    let keys = keys(0..40);
+    [&acme, &beta].into_iter().for_each(|store| put_all(store, &keys));
+    let (mut of_acme, mut of_beta) = (watcher(&acme), watcher(&beta));
+    let refs: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+    assert!(acme.remove_batch(&refs[..30], false).into_iter().all(|removed| removed.unwrap()));
+    assert_eq!(removed_ids(&mut of_acme, TIMEOUT, 30), ids(&acme, &keys[..30]));
+    // The poll ends without a result, and its position remains valid.
+    assert_eq!(of_beta.next(Duration::from_millis(500)), None);
+    assert!(beta.remove_batch(&refs[20..], false).into_iter().all(|removed| removed.unwrap()));
+    assert_eq!(removed_ids(&mut of_beta, TIMEOUT, 20), ids(&beta, &keys[20..]));
+    assert_eq!(of_acme.next(Duration::from_millis(500)), None);
+    assert!(ids(&acme, &keys).is_disjoint(&ids(&beta, &keys)));
+}
+
+#[test]
 fn late_poll_returns_gap() {
     const ROUNDS: u32 = 20;
     const EACH: u32 = 4_000;

@@ -656,7 +656,7 @@ impl Group {
         let removed = self.table.remove(record.id(), at.number());
         debug_assert!(removed, "record is missing in the table");
         self.uncertain_replacements.remove(&record.id());
-        self.invalidate(record.id(), was_readable);
+        self.invalidate(record.tenant(), record.id(), was_readable);
         if let Some(old) = self.slab.remove(at) {
             self.record_moved(old, at);
         }

@@ -10,7 +10,7 @@ use moontide_meta::{
     PutOptions, PutStart, ReportRecord, WaiterId,
 };
 use moontide_types::record::PinClass;
-use moontide_types::{Epoch, ErrorCode, Extent, NodeId, ObjectId, SegmentId, SlotId, Term};
+use moontide_types::{Epoch, ErrorCode, Extent, NodeId, ObjectId, SegmentId, SlotId, Tenant, Term};
 
 const KIB: u64 = 1024;
 
@@ -22,14 +22,18 @@ struct Watcher {
 impl Watcher {
     /// Starts to watch: earlier invalidations are in the gap.
     fn new(harness: &mut GroupHarness) -> Watcher {
-        let response = harness.group.invalidations(harness.now, 0, usize::MAX).expect("feed is open");
+        let response =
+            harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, usize::MAX).expect("feed is open");
         assert!(response.gap && response.ids.is_empty());
         Watcher { next: response.next }
     }
 
     /// Returns the invalidations since the last poll, and checks that there is no gap.
     fn poll(&mut self, harness: &mut GroupHarness) -> Vec<ObjectId> {
-        let response = harness.group.invalidations(harness.now, self.next, usize::MAX).expect("feed is open");
+        let response = harness
+            .group
+            .invalidations(harness.now, Tenant::DEFAULT, self.next, usize::MAX)
+            .expect("feed is open");
         assert!(!response.gap);
         self.next = response.next;
         response.ids
@@ -238,6 +242,65 @@ fn object_removed_twice_emits_two_invalidations() {
     }
 }
 
+/// Returns the response to a watcher of another tenant than [`Tenant::DEFAULT`].
+fn poll_as(harness: &mut GroupHarness, tenant: &str, since: u64) -> Invalidations {
+    let tenant = Tenant::new(tenant).unwrap();
+    harness.group.invalidations(harness.now, tenant, since, usize::MAX).expect("feed is open")
+}
+
+#[test]
+fn watcher_receives_invalidations_of_its_tenant_only() {
+    let mut harness = with(&["own"]);
+    let (default, other) = (harness.tenant, harness.group.tenant(Tenant::new("other").unwrap()).unwrap());
+    harness.tenant = other;
+    for key in ["theirs/1", "theirs/2", "replaced"] {
+        harness.put(key, KIB);
+    }
+    harness.tenant = default;
+    let mut watcher = Watcher::new(&mut harness);
+    let first = poll_as(&mut harness, "other", 0);
+    assert!(first.gap && first.ids.is_empty());
+    for key in ["theirs/1", "own", "theirs/2"] {
+        let _waits = harness.remove(key, false);
+    }
+    harness.run_commands();
+    // A replacement of the other tenant that is never written.
+    harness.tenant = other;
+    let epoch = harness.start_with("replaced", KIB, &upsert()).unwrap();
+    harness.group.put_revoke(harness.now, id("replaced"), epoch, &mut harness.effects).unwrap();
+    harness.settle();
+    harness.tenant = default;
+    assert_eq!(watcher.poll(&mut harness), [id("own")]);
+    let theirs = poll_as(&mut harness, "other", first.next);
+    let expected = ["theirs/1", "theirs/2", "replaced"].map(id);
+    assert_eq!((theirs.ids, theirs.next, theirs.gap), (expected.to_vec(), first.next + 3, false));
+    let new = poll_as(&mut harness, "new", 0);
+    assert_eq!((new.next, new.gap), (1, true), "numbers tell nothing of other tenants");
+}
+
+#[test]
+fn removals_of_other_tenants_cause_gap_only_for_watcher_that_lags() {
+    let mut harness = with(&["k"]);
+    let other = harness.group.tenant(Tenant::new("other").unwrap()).unwrap();
+    let mut watcher = Watcher::new(&mut harness);
+    let lagging = watcher.next;
+    let _waits = harness.remove("k", false);
+    harness.run_commands();
+    assert_eq!(watcher.poll(&mut harness), [id("k")]);
+    let default = std::mem::replace(&mut harness.tenant, other);
+    harness.put("theirs", KIB);
+    for _ in 0..INVALIDATIONS_KEPT {
+        remove_and_put_again(&mut harness, "theirs");
+    }
+    harness.tenant = default;
+    assert_eq!(watcher.poll(&mut harness), [], "the position of a tenant does not move");
+    let late = harness.group.invalidations(harness.now, Tenant::DEFAULT, lagging, usize::MAX).unwrap();
+    assert_eq!(late, Invalidations { ids: vec![], next: watcher.next, gap: true });
+    harness.put("k", KIB);
+    let _waits = harness.remove("k", false);
+    assert_eq!(watcher.poll(&mut harness), [id("k")]);
+}
+
 #[test]
 fn lagging_watcher_gets_gap_and_current_watcher_does_not() {
     let mut harness = with(&["k"]);
@@ -247,15 +310,16 @@ fn lagging_watcher_gets_gap_and_current_watcher_does_not() {
         remove_and_put_again(&mut harness, "k");
         assert_eq!(current.poll(&mut harness), [id("k")]);
     }
-    let all = harness.group.invalidations(harness.now, lagging, usize::MAX).unwrap();
+    let all = harness.group.invalidations(harness.now, Tenant::DEFAULT, lagging, usize::MAX).unwrap();
     assert_eq!((all.ids.len(), all.gap), (INVALIDATIONS_KEPT, false), "all kept invalidations are readable");
-    let some = harness.group.invalidations(harness.now, lagging, 10).unwrap();
+    let some = harness.group.invalidations(harness.now, Tenant::DEFAULT, lagging, 10).unwrap();
     assert_eq!((some.ids.len(), some.next, some.gap), (10, lagging + 10, false));
     let _waits = harness.remove("k", false);
-    let late = harness.group.invalidations(harness.now, lagging, usize::MAX).unwrap();
+    let late = harness.group.invalidations(harness.now, Tenant::DEFAULT, lagging, usize::MAX).unwrap();
     assert_eq!(late, Invalidations { ids: vec![], next: current.next + 1, gap: true });
     assert_eq!(current.poll(&mut harness), [id("k")]);
-    let foreign = harness.group.invalidations(harness.now, current.next + 1, usize::MAX).unwrap();
+    let foreign =
+        harness.group.invalidations(harness.now, Tenant::DEFAULT, current.next + 1, usize::MAX).unwrap();
     assert!(foreign.gap, "number was never assigned");
 }
 
@@ -318,16 +382,20 @@ fn report_from_preceding_term(harness: &mut GroupHarness, key: &'static str) {
 #[test]
 fn new_master_withholds_invalidations_while_nodes_may_report() {
     let mut harness = GroupHarness::with(config(2));
-    assert_eq!(harness.group.invalidations(harness.now, 0, 1), None);
+    assert_eq!(harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, 1), None);
     harness.advance(Duration::from_secs(20));
     report_from_preceding_term(&mut harness, "k");
     harness.tick();
-    assert_eq!(harness.group.invalidations(harness.now, 0, 1), None, "another node may report");
-    assert_eq!(harness.group.next_invalidation(), 0);
+    assert_eq!(
+        harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, 1),
+        None,
+        "another node may report"
+    );
+    assert_eq!(harness.group.open_invalidation_count(), 0);
     harness.advance(Duration::from_secs(11));
     harness.tick();
-    assert!(harness.group.next_invalidation() > 0, "feed did not open");
-    let response = harness.group.invalidations(harness.now, 40, 1).unwrap();
+    assert!(harness.group.open_invalidation_count() > 0, "feed did not open");
+    let response = harness.group.invalidations(harness.now, Tenant::DEFAULT, 40, 1).unwrap();
     assert!(response.gap && harness.exists("k"), "{response:?}");
 }
 
@@ -338,15 +406,15 @@ fn invalidations_are_withheld_while_handoff_is_used() {
     let mut harness = GroupHarness::with(config(2));
     harness.group.import_handoff(harness.now, handoff);
     assert!(harness.exists("lost"));
-    assert_eq!(harness.group.invalidations(harness.now, 0, 1), None);
+    assert_eq!(harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, 1), None);
     harness.advance(Duration::from_secs(29));
     harness.tick();
     assert!(harness.exists("lost"), "handoff is still in use");
-    assert_eq!(harness.group.invalidations(harness.now, 0, 1), None);
+    assert_eq!(harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, 1), None);
     harness.advance(Duration::from_secs(2));
     harness.tick();
     assert!(!harness.exists("lost"));
-    assert!(harness.group.invalidations(harness.now, 0, 1).unwrap().gap);
+    assert!(harness.group.invalidations(harness.now, Tenant::DEFAULT, 0, 1).unwrap().gap);
 }
 
 #[test]

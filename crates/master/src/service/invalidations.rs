@@ -1,4 +1,6 @@
-//! PollInvalidations: objects that can no longer be read. Besides Remove the only call that waits.
+//! PollInvalidations: objects of a tenant that can no longer be read. Besides Remove the only call that waits.
+//!
+//! A caller receives those of the tenant in the context of its request, which is that of its certificate if it has one of a tenant.
 //!
 //! A call polls the groups. If no group has invalidations, it waits until the tick detects some. So invalidations are
 //! up to one tick late, and the thread that removes an object only increments a number.
@@ -9,7 +11,7 @@ use std::time::Duration;
 use moontide_proto::convert::{InvalidationCursor, PollInvalidationsRequest, Wire};
 use moontide_proto::limits::INVALIDATIONS_PER_RESPONSE_MAX;
 use moontide_proto::v1;
-use moontide_types::{ErrorCode, ObjectId, Term};
+use moontide_types::{ErrorCode, ObjectId, Tenant, Term};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
@@ -24,7 +26,7 @@ const WATCHERS_MAX: usize = 1024;
 pub(super) struct Watchers {
     permits: Semaphore,
     notify: Notify,
-    /// Next invalidation number of each group at the last tick; 0 while the group records none.
+    /// Count of the invalidations of each group at the last tick; 0 while the group records none.
     seen: Vec<AtomicU64>,
 }
 
@@ -37,10 +39,10 @@ impl Watchers {
         }
     }
 
-    /// Sets the next invalidation number of a group. Returns whether it has changed.
-    pub(super) fn advance(&self, group: usize, next: u64) -> bool {
+    /// Sets the count of the invalidations of a group. Returns whether it has changed.
+    pub(super) fn advance(&self, group: usize, count: u64) -> bool {
         // Relaxed: a woken call reads the group itself, under its lock.
-        self.seen[group].swap(next, Ordering::Relaxed) != next
+        self.seen[group].swap(count, Ordering::Relaxed) != count
     }
 
     /// Wakes all waiting calls.
@@ -50,7 +52,7 @@ impl Watchers {
 }
 
 impl Service {
-    /// Returns the invalidations of groups. Waits if there are none.
+    /// Returns the invalidations of a tenant in groups. Waits if there are none.
     pub async fn poll_invalidations(
         &self,
         m: &v1::PollInvalidationsRequest,
@@ -70,7 +72,7 @@ impl Service {
         loop {
             // Created before the groups are polled, so that no notification is missed.
             let notified = self.watchers.notify.notified();
-            let groups = self.collect_invalidations(request.cluster, &request.cursors);
+            let groups = self.collect_invalidations(caller.context.tenant, request.cluster, &request.cursors);
             if !groups.is_empty() || timeout_at(deadline, notified).await.is_err() {
                 let context = Some(self.context(Some(&caller)));
                 return v1::PollInvalidationsResponse { context, groups, cluster: self.config.cluster };
@@ -81,6 +83,7 @@ impl Service {
     /// Returns the groups with invalidations, and those that are not hosted here.
     fn collect_invalidations(
         &self,
+        tenant: Tenant<'_>,
         cluster: u64,
         cursors: &[InvalidationCursor],
     ) -> Vec<v1::GroupInvalidations> {
@@ -104,7 +107,9 @@ impl Service {
                     // A cursor of another master or cluster is not valid here.
                     let is_valid = cluster == self.config.cluster && cursor.term == term;
                     let since = if is_valid { cursor.next_sequence } else { 0 };
-                    let Some(invalidations) = hosted.invalidations(now, since, left) else { continue };
+                    let Some(invalidations) = hosted.invalidations(now, tenant, since, left) else {
+                        continue;
+                    };
                     drop(hosted);
                     if invalidations.gap || !invalidations.ids.is_empty() {
                         left -= invalidations.ids.len();

@@ -218,7 +218,7 @@ impl Service {
             group.exchange_eviction_trials(&mut self.eviction_trials.lock());
             more |= group.tick(self.now(), &TickBudget::default(), &mut effects);
             self.deliver(&group, &mut effects);
-            invalidated |= self.watchers.advance(group.index, group.next_invalidation());
+            invalidated |= self.watchers.advance(group.index, group.open_invalidation_count());
         }
         if invalidated {
             self.watchers.wake();

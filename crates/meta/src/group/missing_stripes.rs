@@ -55,7 +55,8 @@ impl Group {
     /// Remembers an object that has lost stripes, and tells watchers: readers do not find it.
     pub(super) fn lost_stripes(&mut self, at: RecordRef, now: Now) {
         if !self.await_stripes(at, now) {
-            self.invalidate(self.slab.get(at).id(), true);
+            let record = *self.slab.get(at);
+            self.invalidate(record.tenant(), record.id(), true);
         }
     }
 

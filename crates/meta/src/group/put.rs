@@ -237,7 +237,7 @@ impl Group {
             Ok(at) => at,
             Err(code) => {
                 self.unreserve(&locations);
-                self.invalidate(put.object.id, false);
+                self.invalidate(put.tenant, put.object.id, false);
                 return Err(code);
             }
         };
