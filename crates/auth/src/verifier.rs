@@ -27,6 +27,8 @@ pub enum ExpectedServer {
     Master,
     /// The node with this id.
     Node(NodeId),
+    /// A master or any node: for admin pages, whose address a person names.
+    MasterOrNode,
 }
 
 impl fmt::Display for ExpectedServer {
@@ -34,6 +36,7 @@ impl fmt::Display for ExpectedServer {
         match self {
             ExpectedServer::Master => f.write_str("master"),
             ExpectedServer::Node(id) => write!(f, "node/{id}"),
+            ExpectedServer::MasterOrNode => f.write_str("a master or a node"),
         }
     }
 }
@@ -124,6 +127,7 @@ impl ServerCertVerifier for ServerVerifier {
         let is_expected = match self.expected {
             ExpectedServer::Master => *found.role() == Role::Master,
             ExpectedServer::Node(id) => *found.role() == Role::Node(id),
+            ExpectedServer::MasterOrNode => matches!(found.role(), Role::Master | Role::Node(_)),
         };
         if is_expected {
             Ok(ServerCertVerified::assertion())
@@ -337,10 +341,15 @@ mod tests {
                 "/node/0000000000000007, expected node/0000000000000008",
             ),
             (&tenant, ExpectedServer::Master, "/tenant/acme, expected master"),
+            (&tenant, ExpectedServer::MasterOrNode, "/tenant/acme, expected a master or a node"),
         ] {
             let server = server.server(ClientCertificates::Required, &[]);
             let (side, error) = handshake(client.client(expected, &[]), server).unwrap_err();
             assert!(side == "client" && error.to_string().contains(found), "{side}: {error}");
+        }
+        for server in [&master, &node] {
+            let config = server.server(ClientCertificates::Required, &[]);
+            handshake(client.client(ExpectedServer::MasterOrNode, &[]), config).unwrap();
         }
     }
 

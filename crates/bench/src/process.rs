@@ -116,9 +116,17 @@ impl Drop for ServerProcess {
     }
 }
 
-/// Returns a command that runs this program.
+/// Settings of the certificate of a process. One certificate cannot be that of a master and that of a node, and the clusters of
+/// the benchmarks listen on loopback.
+const CERTIFICATE_VARIABLES: [&str; 3] = ["MOONTIDE_CA", "MOONTIDE_CERT", "MOONTIDE_KEY"];
+
+/// Returns a command that runs this program, without the certificate of the environment.
 pub(crate) fn this_program() -> Result<Command, BenchError> {
-    std::env::current_exe().map(Command::new).map_err(io("finding this program"))
+    let mut command = std::env::current_exe().map(Command::new).map_err(io("finding this program"))?;
+    for variable in CERTIFICATE_VARIABLES {
+        command.env_remove(variable);
+    }
+    Ok(command)
 }
 
 /// Sends SIGTERM to a process and waits for it; kills it after [`END_WAIT`].

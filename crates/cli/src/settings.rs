@@ -6,9 +6,11 @@
 use std::io::Write;
 use std::marker::PhantomData;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Args as ClapArgs, Command, FromArgMatches, value_parser};
+use moontide_auth::{CredentialFiles, Credentials};
 use moontide_client::StoreConfig;
 use moontide_master::MasterConfig;
 use moontide_node::NodeConfig;
@@ -81,6 +83,38 @@ impl<C: CommandSettings> SettingsArgs<C> {
     pub(crate) fn print(&self, config: &C) -> Result<(), CommandError> {
         let printed = to_toml(config, &C::command_defaults());
         ignore_broken_pipe(std::io::stdout().write_all(printed.as_bytes()))
+    }
+}
+
+/// Certificate of a command that reads admin pages, and has no other settings of a client.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct CertificateArgs {
+    /// CA certificates in PEM format, from which the certificate of the process must come; none for no TLS [env: MOONTIDE_CA]
+    #[arg(long, value_name = "PATH", help_heading = "Settings")]
+    ca: Option<String>,
+    /// Certificate of an operator in PEM format [env: MOONTIDE_CERT]
+    #[arg(long, value_name = "PATH", help_heading = "Settings")]
+    cert: Option<String>,
+    /// Its private key in PEM format [env: MOONTIDE_KEY]
+    #[arg(long, value_name = "PATH", help_heading = "Settings")]
+    key: Option<String>,
+}
+
+impl CertificateArgs {
+    /// Loads the certificate; `None`: no TLS.
+    pub(crate) fn load(&self) -> Result<Option<Arc<Credentials>>, CommandError> {
+        // As the commands on objects read these settings, without those of calls.
+        let variables = ["MOONTIDE_CA", "MOONTIDE_CERT", "MOONTIDE_KEY"];
+        let environment = process_environment().filter(|(name, _)| variables.contains(&name.as_str()));
+        let flags = [("ca", &self.ca), ("cert", &self.cert), ("key", &self.key)];
+        let flags = flags.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)));
+        let loaded: Loaded<StoreConfig> =
+            load(StoreConfig::default(), None, environment, flags).map_err(CommandError::usage)?;
+        loaded.check().map_err(CommandError::usage)?;
+        let StoreConfig { ca, cert, key, .. } = loaded.config;
+        let files = CredentialFiles::of_settings(ca.as_deref(), cert.as_deref(), key.as_deref());
+        let files = files.expect("check() rejects incomplete settings");
+        files.map(Credentials::load).transpose().map_err(CommandError::usage)
     }
 }
 

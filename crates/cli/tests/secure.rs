@@ -16,6 +16,8 @@ struct SecureCluster {
     admin: String,
     /// Data-plane addresses of the nodes.
     nodes: Vec<String>,
+    /// Admin addresses of the nodes.
+    node_admins: Vec<String>,
     _running: Vec<Running>,
 }
 
@@ -40,15 +42,16 @@ impl SecureCluster {
         let listen = ["master", "--grpc-listen", any, "--frame-listen", any, "--admin-listen", any];
         let (running, lines) = start(words("master", &listen));
         let (master, admin) = (printed(&lines, "grpc").to_owned(), printed(&lines, "admin").to_owned());
-        let (mut all, mut nodes) = (vec![running], vec![]);
+        let (mut all, mut nodes, mut node_admins) = (vec![running], vec![], vec![]);
         for name in ["one", "two"] {
             let role = node_file(&folder, name);
             let (running, lines) =
                 start(words(&role, &["node", "--master", &master, "--memory-bytes", "64MiB"]));
             nodes.push(printed(&lines, "tcp").to_owned());
+            node_admins.push(printed(&lines, "admin").to_owned());
             all.push(running);
         }
-        SecureCluster { folder, master, admin, nodes, _running: all }
+        SecureCluster { folder, master, admin, nodes, node_admins, _running: all }
     }
 
     /// Runs a command with the certificate of a role.
@@ -161,6 +164,49 @@ fn admin_pages_are_for_operators_and_scrapers_but_health_is_for_everybody() {
             assert_eq!(status(role, request), expected, "{request} by {role:?}");
         }
     }
+}
+
+#[test]
+fn inspect_reads_pages_over_tls_with_an_operators_certificate() {
+    let cluster = SecureCluster::start();
+    let page = &cluster.node_admins[0];
+    let address = page.strip_prefix("https://").expect("a page over TLS");
+    let inspect = |role: Option<&str>, admin: &str| {
+        let mut command = moontide(&["inspect", "--json", "--admin", admin]);
+        command.args(role.map(|role| flags(&cluster.folder, role)).unwrap_or_default());
+        run_command(command, b"")
+    };
+    for admin in [page.as_str(), address] {
+        let shown = inspect(Some("operator"), admin);
+        assert_eq!(shown.code, 0, "{admin}: {}", shown.err);
+        assert!(!shown.json()["segments"].as_array().unwrap().is_empty());
+    }
+    // The variables do as the flags do.
+    let mut command = moontide(&["inspect", "--admin", address, "0"]);
+    let all = flags(&cluster.folder, "operator");
+    command.envs([("MOONTIDE_CA", &all[1]), ("MOONTIDE_CERT", &all[3]), ("MOONTIDE_KEY", &all[5])]);
+    let shown = run_command(command, b"");
+    assert!(shown.code == 0 && shown.text().contains("=== Segment 0 ==="), "{}", shown.err);
+    // Without a certificate, the error says what to do.
+    for admin in [page.as_str(), address, &format!("http://{address}")] {
+        let refused = inspect(None, admin);
+        assert_eq!(refused.code, 4, "{admin}: {}", refused.err);
+        assert!(refused.err.contains("uses TLS; set ca, cert and key"), "{admin}: {}", refused.err);
+    }
+    // Pages are for operators; the answer names the role.
+    let refused = inspect(Some("tenant/acme"), page);
+    assert!(refused.code == 1 && refused.err.contains("tenant/acme may not call"), "{}", refused.err);
+    // With a part of the settings, the error names the others.
+    let partial = common::run(&["inspect", "--admin", page, "--ca", &all[1]], b"");
+    assert!(partial.code == 2 && partial.err.contains("cert"), "{}", partial.err);
+    // A server of another authority is refused.
+    let other = Folder::new("secure-inspect");
+    certs(&["init", &other.file("certs"), "--cluster", "prod"]);
+    certs(&["issue", &other.file("certs"), "operator"]);
+    let mut command = moontide(&["inspect", "--admin", page]);
+    command.args(flags(&other, "operator"));
+    let refused = run_command(command, b"");
+    assert!(refused.code == 4 && refused.err.contains("invalid peer certificate"), "{}", refused.err);
 }
 
 /// Makes a request over TLS, with or without a certificate. Returns the status.

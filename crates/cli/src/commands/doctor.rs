@@ -22,9 +22,11 @@ mod uring_probe;
 use std::io::Write;
 
 use clap::{ArgMatches, Args as ClapArgs, Command, FromArgMatches};
+use moontide_auth::Credentials;
 use serde_json::{Value, json};
 
 use super::{CommandError, ignore_broken_pipe};
+use crate::settings::CertificateArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -43,6 +45,8 @@ struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    certificate: CertificateArgs,
 }
 
 /// Result of a check.
@@ -129,7 +133,8 @@ pub(crate) fn command() -> Command {
 
 pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
-    let checks = run_checks(&args.master);
+    let credentials = args.certificate.load()?;
+    let checks = run_checks(&args.master, credentials.as_deref());
     let names: Vec<_> = checks.iter().filter(|check| check.is_broken()).map(|check| check.name).collect();
     let mut out = std::io::stdout().lock();
     ignore_broken_pipe(if args.json {
@@ -145,8 +150,8 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     if names.is_empty() { Ok(()) } else { Err(CommandError::failed(RequirementsMissing { names })) }
 }
 
-/// Runs all checks, in the order of the output.
-fn run_checks(master: &str) -> Vec<Check> {
+/// Runs all checks, in the order of the output. `credentials`: for admin pages.
+fn run_checks(master: &str, credentials: Option<&Credentials>) -> Vec<Check> {
     let mut checks = vec![
         system::kernel(),
         system::processor(),
@@ -161,7 +166,7 @@ fn run_checks(master: &str) -> Vec<Check> {
         io::io_uring(),
         io::direct(),
         network::loopback(),
-        network::ports(),
+        network::ports(credentials),
         network::master(master),
         network::rdma(),
         devices::ucx(),
@@ -207,7 +212,7 @@ mod tests {
 
     #[test]
     fn every_check_has_unique_name_detail_and_hint_unless_ok() {
-        let checks = run_checks("127.0.0.1:1");
+        let checks = run_checks("127.0.0.1:1", None);
         assert!(checks.len() >= 18);
         for check in &checks {
             assert!(!check.detail.is_empty(), "{check:?}");

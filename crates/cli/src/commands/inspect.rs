@@ -26,6 +26,7 @@ use serde_json::Value;
 
 use super::{CommandError, ignore_broken_pipe};
 use crate::format;
+use crate::settings::CertificateArgs;
 use map::{Kind, Map};
 use response::{Node, Record, Segment};
 
@@ -37,7 +38,8 @@ Examples:
   moontide inspect disk --dir /mnt/ssd/moontide    contents of the disk; see `moontide inspect disk --help`
   moontide inspect --admin 127.0.0.1:7403 0 --json | jq '.records[] | select(.state == \"writing\")'
 
-`moontide node` prints the address after `admin`. In a map # is live, w being written, d draining (killed, not yet
+`moontide node` prints the address after `admin`. If it begins with https://, --ca, --cert and --key (or MOONTIDE_CA, MOONTIDE_CERT
+and MOONTIDE_KEY) must be set to the certificate of an operator. In a map # is live, w being written, d draining (killed, not yet
 reclaimed), . free. Fragmentation is 1 - largest hole / free: 0 if the free space is contiguous.
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 no such segment, 4 the node cannot be reached.";
 
@@ -51,7 +53,7 @@ const RECORDS_DEFAULT: usize = 40;
 struct Args {
     /// Segment to show [default: list all segments]
     segment: Option<u32>,
-    /// Admin address of the node, host:port or http://host:port
+    /// Admin address of the node: host:port, http://host:port or https://host:port
     #[arg(long, env = "MOONTIDE_ADMIN", value_name = "URL")]
     admin: String,
     /// Number of records to list, in address order; 0 for all
@@ -66,6 +68,8 @@ struct Args {
     /// Print the response of the node as one JSON object
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    certificate: CertificateArgs,
 }
 
 /// The server is not a Moontide node, or has another release.
@@ -94,8 +98,12 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<(), CommandError> {
     let args = Args::from_arg_matches(matches).map_err(CommandError::usage)?;
     let mut out = std::io::stdout().lock();
     let path = args.segment.map_or("/segments".to_owned(), |segment| format!("/segments/{segment}"));
-    let body = http::get(&args.admin, &path, args.timeout).map_err(|error| match error {
-        HttpError::Unreachable { .. } => CommandError::Unreachable(Box::new(error)),
+    let credentials = args.certificate.load()?;
+    let body = http::get_as(credentials.as_deref(), &args.admin, &path, args.timeout);
+    let body = body.map_err(|error| match error {
+        HttpError::Unreachable { .. } | HttpError::NeedsCertificate { .. } | HttpError::Tls { .. } => {
+            CommandError::Unreachable(Box::new(error))
+        }
         HttpError::Status { status: 404, .. } if args.segment.is_some() => {
             CommandError::NotFound(Box::new(error))
         }

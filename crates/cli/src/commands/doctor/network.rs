@@ -4,6 +4,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use moontide_auth::Credentials;
 use moontide_bench::http;
 
 use super::{Check, kernel_file, names_in};
@@ -45,13 +46,13 @@ fn echo() -> std::io::Result<Duration> {
     Ok(started.elapsed())
 }
 
-pub(super) fn ports() -> Check {
+pub(super) fn ports(credentials: Option<&Credentials>) -> Check {
     let mut taken = vec![];
     for port in PORTS {
         match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                taken.push(format!("{port} {}", holder(port)))
+                taken.push(format!("{port} {}", holder(port, credentials)))
             }
             Err(error) => taken.push(format!("{port} cannot be bound: {error}")),
         }
@@ -69,13 +70,22 @@ pub(super) fn ports() -> Check {
 }
 
 /// Describes the user of a port: its process if /proc shows it, else the kind of its response.
-fn holder(port: u16) -> String {
+fn holder(port: u16, credentials: Option<&Credentials>) -> String {
     if let Some((pid, name)) = listening_process(port) {
         return format!("in use by {name} (pid {pid})");
     }
-    match http::get(&format!("127.0.0.1:{port}"), "/role", CONNECT_TIMEOUT) {
+    let get = |scheme: &str| {
+        http::get_as(credentials, &format!("{scheme}127.0.0.1:{port}"), "/role", CONNECT_TIMEOUT)
+    };
+    // A host may have masters with and without certificates.
+    let answer = match get("") {
+        Err(http::HttpError::Tls { .. }) => get("http://"),
+        other => other,
+    };
+    match answer {
         Ok(_) => "in use by the admin server of a moontide master".to_owned(),
         Err(http::HttpError::Status { .. }) => "in use by an HTTP server".to_owned(),
+        Err(http::HttpError::NeedsCertificate { .. }) => "in use by a server with TLS".to_owned(),
         Err(http::HttpError::Unreachable { .. }) => "bound by a process that does not answer".to_owned(),
         Err(_) => "in use by another process".to_owned(),
     }
