@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::SystemTime;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType, date_time_ymd};
 use rustls::pki_types::CertificateDer;
@@ -46,6 +47,8 @@ pub enum Validity {
     Past,
     /// It is not valid yet.
     Future,
+    /// Until a time, in whole seconds.
+    Until(SystemTime),
 }
 
 /// A certificate authority.
@@ -106,6 +109,7 @@ impl Authority {
             Validity::Now => (date_time_ymd(2020, 1, 1), date_time_ymd(2120, 1, 1)),
             Validity::Past => (date_time_ymd(2020, 1, 1), date_time_ymd(2021, 1, 1)),
             Validity::Future => (date_time_ymd(2119, 1, 1), date_time_ymd(2120, 1, 1)),
+            Validity::Until(end) => (date_time_ymd(2020, 1, 1), end.into()),
         };
         let key = KeyPair::generate().expect("random numbers");
         let certificate = params.signed_by(&key, &self.issuer).expect("valid parameters");

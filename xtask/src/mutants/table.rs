@@ -852,4 +852,11 @@ pub(super) const MUTANTS: &[Mutant] = &[
         test: test("node", "rights", "tenant_cannot_end_or_revoke_puts_of_another_tenant"),
         activation: Activation::Environment,
     },
+    Mutant {
+        name: "renewed-certificate-ignored",
+        location: "crates/auth/src/credentials.rs",
+        impact: "When the first certificate of a process expires, all others refuse it until it is restarted.",
+        test: test("client", "renewal", "replaced_certificates_and_capability_keys_fail_no_call"),
+        activation: Activation::Environment,
+    },
 ];
