@@ -34,7 +34,7 @@ pub use cluster_state::{
     ClusterIdentity, ClusterState, GroupAssignment, GroupOwner, MasterAddresses, TenantChange, TenantState,
 };
 pub(crate) use elector::Elector;
-pub use etcd::{EtcdRegistry, EtcdTls};
+pub use etcd::{ETCD_PASSWORD_VARIABLE, EtcdRegistry, EtcdUser};
 pub(crate) use handoff::HandoffInbox;
 pub use kubernetes::{KubernetesRegistry, KubernetesServer};
 #[cfg(any(test, feature = "testing"))]

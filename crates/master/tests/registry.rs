@@ -12,6 +12,8 @@ mod conformance;
 mod electors;
 #[path = "registry/etcd.rs"]
 mod etcd;
+#[path = "registry/etcd_users.rs"]
+mod etcd_users;
 #[path = "../../types/tests/support/not_run.rs"]
 mod not_run;
 

@@ -3,15 +3,24 @@
 //! | value | registry |
 //! |---|---|
 //! | `none` | none: a single master |
-//! | `etcd://host:port[,host:port…]/prefix[?ca=file[&cert=file&key=file]]` | etcd; with `ca`, over TLS |
+//! | `etcd://host:port[,host:port…]/prefix[?option=value[&option=value…]]` | etcd |
 //! | `kubernetes://namespace/name` | the API server of the Kubernetes cluster in which this process runs |
+//!
+//! | option of etcd | value |
+//! |---|---|
+//! | `ca` | file with the CA certificates of the servers; enables TLS |
+//! | `cert`, `key` | files with a client certificate and its key |
+//! | `user` | user of etcd |
+//! | `password_file` | file with its password; else it is in the variable [`ETCD_PASSWORD_VARIABLE`] |
+//!
+//! [`ETCD_PASSWORD_VARIABLE`]: super::ETCD_PASSWORD_VARIABLE
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use super::etcd::{EtcdRegistry, EtcdTls};
+use super::etcd::{ETCD_PASSWORD_VARIABLE, EtcdRegistry, EtcdUser};
 use super::kubernetes::{KubernetesRegistry, KubernetesServer};
 use super::registry::{Registry, RegistryError};
 
@@ -29,6 +38,8 @@ pub enum RegistryAddress {
         prefix: String,
         /// Files for TLS; `None`: no TLS.
         tls: Option<EtcdTlsFiles>,
+        /// User; `None`: etcd has no authentication enabled, or knows the user by the client certificate.
+        user: Option<EtcdUser>,
     },
     /// The API server of Kubernetes.
     Kubernetes {
@@ -39,7 +50,7 @@ pub enum RegistryAddress {
     },
 }
 
-/// Files for TLS to etcd, in PEM.
+/// Files for TLS to etcd, in PEM. New connections use their current content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdTlsFiles {
     /// CA certificates of the servers.
@@ -52,7 +63,7 @@ pub struct EtcdTlsFiles {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid registry address {text:?}: {reason}")]
 pub struct RegistryAddressError {
-    /// Address as given.
+    /// Address as given, without passwords.
     pub text: String,
     /// Reason, with the expected form.
     pub reason: String,
@@ -64,9 +75,9 @@ impl RegistryAddress {
     pub fn connect(&self) -> Result<Option<Arc<dyn Registry>>, RegistryError> {
         match self {
             RegistryAddress::None => Ok(None),
-            RegistryAddress::Etcd { endpoints, prefix, tls } => {
-                let tls = tls.as_ref().map(|files| files.read(self)).transpose()?;
-                Ok(Some(Arc::new(EtcdRegistry::connect(endpoints, prefix, tls.as_ref())?)))
+            RegistryAddress::Etcd { endpoints, prefix, tls, user } => {
+                let registry = EtcdRegistry::connect(endpoints, prefix, tls.as_ref(), user.as_ref())?;
+                Ok(Some(Arc::new(registry)))
             }
             RegistryAddress::Kubernetes { namespace, name } => {
                 let server = KubernetesServer::in_cluster()
@@ -74,22 +85,6 @@ impl RegistryAddress {
                 Ok(Some(Arc::new(KubernetesRegistry::connect(server, namespace, name)?)))
             }
         }
-    }
-}
-
-impl EtcdTlsFiles {
-    fn read(&self, address: &RegistryAddress) -> Result<EtcdTls, RegistryError> {
-        let read = |path: &Path| {
-            std::fs::read(path).map_err(|error| RegistryError::Denied {
-                address: address.to_string(),
-                reason: format!("cannot read {}: {error}", path.display()),
-            })
-        };
-        let client = match &self.client {
-            Some((certificate, key)) => Some((read(certificate)?, read(key)?)),
-            None => None,
-        };
-        Ok(EtcdTls { ca: read(&self.ca)?, client })
     }
 }
 
@@ -103,8 +98,21 @@ impl FromStr for RegistryAddress {
             Some(("kubernetes", rest)) => kubernetes(rest),
             _ => Err("unknown scheme; use etcd://, kubernetes:// or \"none\"".into()),
         };
-        parsed.map_err(|reason| RegistryAddressError { text: text.into(), reason })
+        parsed.map_err(|reason| RegistryAddressError { text: without_password(text), reason })
     }
+}
+
+/// Returns an address without the password that it should not have: errors are logged.
+fn without_password(text: &str) -> String {
+    let hide = |text: &str, start: &str, end: char| {
+        let Some((before, rest)) = text.split_once(start) else { return text.to_owned() };
+        match rest.split_once(end) {
+            Some((_, after)) => format!("{before}{start}...{end}{after}"),
+            None => format!("{before}{start}..."),
+        }
+    };
+    let text = if text.contains('@') { hide(text, "://", '@') } else { text.to_owned() };
+    hide(&text, "password=", '&')
 }
 
 fn etcd(rest: &str) -> Result<RegistryAddress, String> {
@@ -125,7 +133,10 @@ fn etcd(rest: &str) -> Result<RegistryAddress, String> {
         // An IPv6 address is in brackets; other hosts with a colon or an @ are invalid.
         let bracketed = host.starts_with('[') && host.ends_with(']');
         if host.contains('@') {
-            return Err("user and password are not supported; use a client certificate (cert, key)".into());
+            return Err(format!(
+                "user and password do not belong before the host; add ?user=NAME&password_file=FILE, or ?user=NAME and set the \
+                 variable {ETCD_PASSWORD_VARIABLE}"
+            ));
         }
         if host.is_empty() || (!bracketed && host.contains([':', ' '])) {
             return Err(format!("{host:?} is no host ({FORM})"));
@@ -134,30 +145,53 @@ fn etcd(rest: &str) -> Result<RegistryAddress, String> {
             return Err(format!("{port:?} is no port ({FORM})"));
         }
     }
-    Ok(RegistryAddress::Etcd { endpoints, prefix: prefix.into(), tls: tls(options)? })
+    let (tls, user) = options_of(options)?;
+    Ok(RegistryAddress::Etcd { endpoints, prefix: prefix.into(), tls, user })
 }
 
-fn tls(options: &str) -> Result<Option<EtcdTlsFiles>, String> {
-    let (mut ca, mut cert, mut key) = (None, None, None);
+fn options_of(options: &str) -> Result<(Option<EtcdTlsFiles>, Option<EtcdUser>), String> {
+    let (mut ca, mut cert, mut key, mut user, mut password_file) = (None, None, None, None, None);
     for option in options.split('&').filter(|option| !option.is_empty()) {
-        let target = match option.split_once('=') {
-            Some(("ca", _)) => &mut ca,
-            Some(("cert", _)) => &mut cert,
-            Some(("key", _)) => &mut key,
-            _ => return Err(format!("{option:?} is none of ca=file, cert=file, key=file")),
+        let (name, value) = option.split_once('=').unwrap_or((option, ""));
+        let target = match name {
+            "ca" => &mut ca,
+            "cert" => &mut cert,
+            "key" => &mut key,
+            "user" => &mut user,
+            "password_file" => &mut password_file,
+            "password" => {
+                return Err(format!(
+                    "a password on a command line can be read by others; use password_file=FILE, or the variable \
+                     {ETCD_PASSWORD_VARIABLE}"
+                ));
+            }
+            _ => {
+                return Err(format!(
+                    "{option:?} is none of ca=file, cert=file, key=file, user=name, password_file=file"
+                ));
+            }
         };
-        *target = option.split_once('=').map(|(_, file)| PathBuf::from(file));
+        if value.is_empty() {
+            return Err(format!("{name} has no value"));
+        }
+        *target = Some(value);
     }
     let client = match (cert, key) {
-        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (Some(certificate), Some(key)) => Some((certificate.into(), key.into())),
         (None, None) => None,
         _ => return Err("cert and key must be given together".into()),
     };
-    match (ca, client) {
-        (Some(ca), client) => Ok(Some(EtcdTlsFiles { ca, client })),
-        (None, None) => Ok(None),
-        (None, Some(_)) => Err("ca is missing: the file with the CA certificates of etcd".into()),
-    }
+    let tls = match (ca, client) {
+        (Some(ca), client) => Some(EtcdTlsFiles { ca: ca.into(), client }),
+        (None, None) => None,
+        (None, Some(_)) => return Err("ca is missing: the file with the CA certificates of etcd".into()),
+    };
+    let user = match (user, password_file) {
+        (Some(name), file) => Some(EtcdUser { name: name.into(), password_file: file.map(PathBuf::from) }),
+        (None, None) => None,
+        (None, Some(_)) => return Err("user is missing: the name to which the password belongs".into()),
+    };
+    Ok((tls, user))
 }
 
 fn kubernetes(rest: &str) -> Result<RegistryAddress, String> {
@@ -185,14 +219,24 @@ impl fmt::Display for RegistryAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             RegistryAddress::None => f.write_str("none"),
-            RegistryAddress::Etcd { endpoints, prefix, tls } => {
+            RegistryAddress::Etcd { endpoints, prefix, tls, user } => {
                 write!(f, "etcd://{}/{prefix}", endpoints.join(","))?;
-                let Some(EtcdTlsFiles { ca, client }) = tls else { return Ok(()) };
-                write!(f, "?ca={}", ca.display())?;
-                match client {
-                    Some((cert, key)) => write!(f, "&cert={}&key={}", cert.display(), key.display()),
-                    None => Ok(()),
+                let mut options: Vec<(&str, String)> = vec![];
+                if let Some(EtcdTlsFiles { ca, client }) = tls {
+                    options.push(("ca", ca.display().to_string()));
+                    let client = client.iter().flat_map(|(cert, key)| [("cert", cert), ("key", key)]);
+                    options.extend(client.map(|(name, file)| (name, file.display().to_string())));
                 }
+                if let Some(EtcdUser { name, password_file }) = user {
+                    options.push(("user", name.clone()));
+                    options.extend(
+                        password_file.iter().map(|file| ("password_file", file.display().to_string())),
+                    );
+                }
+                for (at, (name, value)) in options.iter().enumerate() {
+                    write!(f, "{}{name}={value}", if at == 0 { '?' } else { '&' })?;
+                }
+                Ok(())
             }
             RegistryAddress::Kubernetes { namespace, name } => write!(f, "kubernetes://{namespace}/{name}"),
         }
@@ -211,6 +255,8 @@ mod tests {
             "etcd://a:2379,10.0.0.2:2380,[::1]:2381/some/where",
             "etcd://a:2379/moontide?ca=/etc/ca.pem",
             "etcd://a:2379/moontide?ca=/etc/ca.pem&cert=/etc/c.pem&key=/etc/k.pem",
+            "etcd://a:2379/moontide?user=me",
+            "etcd://a:2379/moontide?ca=/etc/ca.pem&user=me&password_file=/etc/password",
             "kubernetes://storage/moontide-0",
         ] {
             assert_eq!(text.parse::<RegistryAddress>().unwrap().to_string(), text);
@@ -220,6 +266,7 @@ mod tests {
             endpoints: vec!["a:1".into()],
             prefix: prefix.into(),
             tls: None,
+            user: None,
         };
         assert_eq!("etcd://a:1/x/".parse(), Ok(etcd("x")), "slashes at the end are dropped");
     }
@@ -237,7 +284,11 @@ mod tests {
             ("etcd://a:b:1/b", "is no host"),
             ("etcd://a:0/b", "is no port"),
             ("etcd://a:65536/b", "is no port"),
-            ("etcd://me:secret@a:1/b", "user and password are not supported"),
+            ("etcd://me:secret@a:1/b", "add ?user=NAME&password_file=FILE"),
+            ("etcd://a:1/b?user=me&password=secret", "password_file=FILE"),
+            ("etcd://a:1/b?password=secret&user=me", "password=...&user=me"),
+            ("etcd://a:1/b?password_file=f", "user is missing"),
+            ("etcd://a:1/b?user=", "user has no value"),
             ("etcd://a:1/b?cert=c", "cert and key"),
             ("etcd://a:1/b?cert=c&key=k", "ca is missing"),
             ("etcd://a:1/b?tls=yes", "none of ca=file"),
@@ -248,6 +299,7 @@ mod tests {
         ] {
             let error = text.parse::<RegistryAddress>().unwrap_err().to_string();
             assert!(error.contains(reason), "{text}: {error}");
+            assert!(!error.contains("secret"), "a password is in the log: {error}");
         }
     }
 }

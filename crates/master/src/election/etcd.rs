@@ -10,6 +10,8 @@
 //! change of the etcd leader. So a membership may last longer than requested, but never shorter.
 
 mod endpoints;
+mod tls;
+mod user;
 mod wire;
 
 use std::collections::BTreeMap;
@@ -20,29 +22,23 @@ use futures_util::future::BoxFuture;
 use moontide_types::Term;
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep, timeout};
-use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity as TlsIdentity};
+use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
 use self::endpoints::{CALL, Endpoints, Idempotence, reason};
+use self::tls::EtcdConnector;
+pub use self::user::{ETCD_PASSWORD_VARIABLE, EtcdUser};
 use self::wire::{
     Compare, DeleteRequest, EmptyResponse, KeyValue, LeaseGrantRequest, LeaseGrantResponse,
     LeaseKeepAliveResponse, LeaseRequest, Operation, PutRequest, RangeRequest, RangeResponse, TARGET_CREATE,
     TARGET_MOD, TxnRequest, TxnResponse, WatchCreate, WatchRequest, WatchResponse, call, compare, operation,
 };
+use super::address::EtcdTlsFiles;
 use super::cluster_state::{ClusterIdentity, ClusterState, MEMBERS_MAX, MasterAddresses, check_count};
-use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot, root_cause};
+use super::registry::{DocumentVersion, Registry, RegistryError, Snapshot};
 
 /// Delay after a failed watch, so that callers that wait in a loop do not spin.
 const WATCH_PAUSE: Duration = Duration::from_millis(100);
-
-/// Certificates for TLS to etcd, in PEM.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct EtcdTls {
-    /// CA certificates of the servers.
-    pub ca: Vec<u8>,
-    /// Client certificate and its key. etcd may use its common name as a user.
-    pub client: Option<(Vec<u8>, Vec<u8>)>,
-}
 
 /// Registry under a prefix in etcd.
 #[derive(Debug)]
@@ -61,30 +57,39 @@ impl EtcdRegistry {
     pub fn connect(
         endpoints: &[String],
         prefix: &str,
-        tls: Option<&EtcdTls>,
+        tls: Option<&EtcdTlsFiles>,
+        user: Option<&EtcdUser>,
     ) -> Result<EtcdRegistry, RegistryError> {
         let address = format!("etcd://{}/{prefix}", endpoints.join(","));
         let malformed =
             |what: &str| RegistryError::Unreachable { address: address.clone(), reason: what.into() };
+        let denied = |reason| RegistryError::Denied { address: address.clone(), reason };
         if endpoints.is_empty() {
             return Err(malformed("no server given"));
+        }
+        let connector = EtcdConnector::new(tls).map_err(denied)?;
+        if let Some(user) = user {
+            // A missing password is an error of the start; a wrong one is known only to etcd.
+            user.password(std::env::var(ETCD_PASSWORD_VARIABLE).ok()).map_err(denied)?;
+            if tls.is_none() {
+                tracing::warn!(
+                    registry = address,
+                    "the password of etcd is sent without encryption; add ?ca=FILE to the address"
+                );
+            }
         }
         let scheme = if tls.is_some() { "https" } else { "http" };
         let mut servers = vec![];
         for endpoint in endpoints {
-            let server = Endpoint::from_shared(format!("{scheme}://{endpoint}"));
-            let mut server = server.map_err(|error| malformed(&format!("{endpoint:?}: {error}")))?;
-            if let Some(tls) = tls {
-                let mut config = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(&tls.ca));
-                if let Some((certificate, key)) = &tls.client {
-                    config = config.identity(TlsIdentity::from_pem(certificate, key));
-                }
-                server = server.tls_config(config).map_err(|error| malformed(&root_cause(&error)))?;
-            }
-            servers.push(server);
+            let invalid = |error: &dyn std::fmt::Display| malformed(&format!("{endpoint:?}: {error}"));
+            // The connector decides about TLS; the origin is what requests say.
+            let server =
+                Endpoint::from_shared(format!("http://{endpoint}")).map_err(|error| invalid(&error))?;
+            let origin = format!("{scheme}://{endpoint}").parse().map_err(|error| invalid(&error))?;
+            servers.push(server.origin(origin));
         }
         Ok(EtcdRegistry {
-            endpoints: Endpoints::new(servers),
+            endpoints: Endpoints::new(servers, connector, user.cloned()),
             prefix: prefix.into(),
             address,
             leases: Mutex::new(BTreeMap::new()),
@@ -163,9 +168,12 @@ impl EtcdRegistry {
         let request = WatchRequest { create: Some(create) };
         let mut responses = self.endpoints.stream::<_, WatchResponse>(call::WATCH, request).await?;
         while let Some(response) = responses.message().await? {
-            // Cancelled: the revisions are compacted already, so something has changed.
-            if response.canceled || !response.events.is_empty() {
+            let is_compacted = response.compact_revision > 0; // so something has changed
+            if is_compacted || !response.events.is_empty() {
                 return Ok(());
+            }
+            if response.canceled {
+                return Err(Status::unavailable(response.cancel_reason));
             }
         }
         Err(Status::unavailable("watch ended"))

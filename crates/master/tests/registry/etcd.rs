@@ -102,15 +102,23 @@ impl Drop for Server {
 /// An etcd of one or several servers.
 pub(crate) struct Etcd {
     pub(crate) servers: Vec<Server>,
+    /// Options of the addresses by which it is opened.
+    query: String,
 }
 
 impl Etcd {
     /// Starts `count` servers. Returns `None` if the tests are skipped.
     pub(crate) async fn start(count: usize) -> Option<Etcd> {
+        Etcd::start_with(count, &[], "").await
+    }
+
+    /// As [`Etcd::start`], with flags of the servers, and options of the addresses by which it is opened, as `?ca=file`. With options
+    /// the servers use TLS.
+    pub(crate) async fn start_with(count: usize, flags: &[String], query: &str) -> Option<Etcd> {
         let binary = binary()?;
         // Another process may take a port before etcd binds it.
         for _ in 0..3 {
-            let mut etcd = Etcd::spawn(&binary, count);
+            let mut etcd = Etcd::spawn(&binary, count, flags, query);
             if etcd.is_ready().await {
                 return Some(etcd);
             }
@@ -118,11 +126,13 @@ impl Etcd {
         panic!("etcd did not start in three attempts");
     }
 
-    fn spawn(binary: &PathBuf, count: usize) -> Etcd {
+    fn spawn(binary: &PathBuf, count: usize, flags: &[String], query: &str) -> Etcd {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let ports = free_ports(2 * count);
         let (clients, peers) = ports.split_at(count);
         let at = |port: u16| format!("http://127.0.0.1:{port}");
+        let scheme = if query.is_empty() { "http" } else { "https" };
+        let for_clients = |port: u16| format!("{scheme}://127.0.0.1:{port}");
         let all: Vec<String> = (0..count).map(|n| format!("s{n}={}", at(peers[n]))).collect();
         let cluster = all.join(",");
         let servers = (0..count).map(|n| {
@@ -132,8 +142,8 @@ impl Etcd {
             let arguments: Vec<String> = [
                 ("name", format!("s{n}")),
                 ("data-dir", directory.display().to_string()),
-                ("listen-client-urls", at(clients[n])),
-                ("advertise-client-urls", at(clients[n])),
+                ("listen-client-urls", for_clients(clients[n])),
+                ("advertise-client-urls", for_clients(clients[n])),
                 ("listen-peer-urls", at(peers[n])),
                 ("initial-advertise-peer-urls", at(peers[n])),
                 ("initial-cluster", cluster.clone()),
@@ -143,12 +153,13 @@ impl Etcd {
             ]
             .into_iter()
             .map(|(name, value)| format!("--{name}={value}"))
+            .chain(flags.iter().cloned())
             .collect();
             let child = Server::spawn(binary, &arguments);
             let endpoint = format!("127.0.0.1:{}", clients[n]);
             Server { arguments, binary: binary.clone(), endpoint, directory, child }
         });
-        Etcd { servers: servers.collect() }
+        Etcd { servers: servers.collect(), query: query.to_owned() }
     }
 
     async fn is_ready(&mut self) -> bool {
@@ -171,13 +182,23 @@ impl Etcd {
 
     /// Opens a separate registry client, as another process would.
     pub(crate) fn open(&self, prefix: &str) -> Arc<dyn Registry> {
+        self.open_with(prefix, &self.query)
+    }
+
+    /// As [`Etcd::open`], with other options of the address.
+    pub(crate) fn open_with(&self, prefix: &str, query: &str) -> Arc<dyn Registry> {
+        open_at(&self.endpoints(), prefix, query)
+    }
+
+    /// Returns the addresses of the servers, separated by commas.
+    pub(crate) fn endpoints(&self) -> String {
         let endpoints: Vec<&str> = self.servers.iter().map(|server| server.endpoint.as_str()).collect();
-        open_at(&endpoints.join(","), prefix)
+        endpoints.join(",")
     }
 }
 
-fn open_at(endpoints: &str, prefix: &str) -> Arc<dyn Registry> {
-    let address: RegistryAddress = format!("etcd://{endpoints}/{prefix}").parse().expect("an address");
+fn open_at(endpoints: &str, prefix: &str, query: &str) -> Arc<dyn Registry> {
+    let address: RegistryAddress = format!("etcd://{endpoints}/{prefix}{query}").parse().expect("an address");
     address.connect().expect("connect makes no call").expect("etcd is a registry")
 }
 
@@ -204,7 +225,7 @@ impl LossyProxy {
     }
 
     pub(crate) fn open(&self, prefix: &str) -> Arc<dyn Registry> {
-        open_at(&self.endpoint, prefix)
+        open_at(&self.endpoint, prefix, "")
     }
 
     /// Loses the next response only.

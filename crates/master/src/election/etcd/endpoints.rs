@@ -3,7 +3,9 @@
 //! A call goes to the server that responded last. If it does not respond, the next server is tried, until the deadline
 //! of the call. A connection with an unanswered call is not used again, because it may be dead.
 //!
-//! Invariant: a call that is not idempotent is retried only if it was certainly not sent.
+//! With a user of etcd, each call has its token; a call whose token is refused gets a new one and is made again.
+//!
+//! Invariant: a call that is not idempotent is retried only if it was certainly not sent, or etcd has refused its token.
 
 use std::error::Error;
 use std::fmt;
@@ -20,6 +22,9 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, ConnectError, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
+use super::tls::EtcdConnector;
+use super::user::{EtcdUser, UserState, UserToken, is_not_enabled};
+use super::wire::{AuthenticateResponse, call};
 use crate::election::registry::root_cause;
 
 /// Timeout of a call, with all attempts.
@@ -42,6 +47,8 @@ pub(super) enum Idempotence {
 /// Servers, and the index of the current one.
 pub(super) struct Endpoints {
     servers: Vec<Endpoint>,
+    connector: EtcdConnector,
+    user: UserState,
     state: Mutex<State>,
 }
 
@@ -58,11 +65,13 @@ impl fmt::Debug for Endpoints {
 
 impl Endpoints {
     /// Creates the channels. Connects at the first call. Must be called inside a tokio runtime.
-    pub(super) fn new(servers: Vec<Endpoint>) -> Endpoints {
+    pub(super) fn new(servers: Vec<Endpoint>, connector: EtcdConnector, user: Option<EtcdUser>) -> Endpoints {
         assert!(!servers.is_empty(), "an address has at least one server");
         let servers: Vec<Endpoint> = servers.into_iter().map(|server| server.connect_timeout(CALL)).collect();
-        let channels = servers.iter().map(Endpoint::connect_lazy).collect();
-        Endpoints { servers, state: Mutex::new(State { current: 0, channels }) }
+        let connect = |server: &Endpoint| server.connect_with_connector_lazy(connector.clone());
+        let channels = servers.iter().map(connect).collect();
+        let state = Mutex::new(State { current: 0, channels });
+        Endpoints { servers, connector, user: UserState::new(user), state }
     }
 
     /// Makes a unary call.
@@ -77,10 +86,10 @@ impl Endpoints {
         Req: Message + Clone + 'static,
         Resp: Message + Default + 'static,
     {
-        self.call(deadline, idempotence, |mut grpc, share| async move {
+        self.call(deadline, idempotence, |mut grpc, share, token| async move {
             grpc.ready().await.map_err(unready)?;
             let path = PathAndQuery::from_static(path);
-            let request = request(message.clone(), Some(share));
+            let request = request(message.clone(), Some(share), token);
             Ok(grpc.unary(request, path, ProstCodec::<Req, Resp>::default()).await?.into_inner())
         })
         .await
@@ -97,11 +106,11 @@ impl Endpoints {
         Req: Message + Clone + 'static,
         Resp: Message + Default + 'static,
     {
-        self.call(deadline, Idempotence::Idempotent, |mut grpc, share| async move {
+        self.call(deadline, Idempotence::Idempotent, |mut grpc, share, token| async move {
             grpc.ready().await.map_err(unready)?;
             let path = PathAndQuery::from_static(path);
             let message = message.clone();
-            let request = request(stream::once(async move { message }), Some(share));
+            let request = request(stream::once(async move { message }), Some(share), token);
             let response = grpc.streaming(request, path, ProstCodec::<Req, Resp>::default()).await?;
             response.into_inner().message().await?.ok_or_else(|| Status::unavailable("stream ended"))
         })
@@ -119,13 +128,14 @@ impl Endpoints {
         Resp: Message + Default + 'static,
     {
         let (_, channel) = self.current();
+        let token = self.token(&channel, CALL).await?;
         let mut grpc = Grpc::new(channel);
         grpc.ready().await.map_err(unready)?;
         // The server ends the stream when the client's half ends, so it is kept open.
         let messages = stream::once(async move { message }).chain(stream::pending());
         let path = PathAndQuery::from_static(path);
         Ok(grpc
-            .streaming(request(messages, None), path, ProstCodec::<Req, Resp>::default())
+            .streaming(request(messages, None, token), path, ProstCodec::<Req, Resp>::default())
             .await?
             .into_inner())
     }
@@ -134,7 +144,7 @@ impl Endpoints {
         &self,
         deadline: Instant,
         idempotence: Idempotence,
-        attempt: impl Fn(Grpc<Channel>, Duration) -> F,
+        attempt: impl Fn(Grpc<Channel>, Duration, UserToken) -> F,
     ) -> Result<Resp, Status>
     where
         F: Future<Output = Result<Resp, Status>>,
@@ -148,7 +158,19 @@ impl Endpoints {
             }
             let share = left.min(CALL / count.min(ATTEMPTS) as u32);
             let (index, channel) = self.current();
-            last = match timeout(share, attempt(Grpc::new(channel), share)).await {
+            let attempt = async {
+                let token = self.token(&channel, share).await?;
+                let response = attempt(Grpc::new(channel.clone()), share, token.clone()).await;
+                match response {
+                    Err(status) if self.user.is_refused(&status) => {
+                        self.user.forget(&token);
+                        let token = self.token(&channel, share).await?;
+                        attempt(Grpc::new(channel), share, token).await
+                    }
+                    response => response,
+                }
+            };
+            last = match timeout(share, attempt).await {
                 Ok(Ok(response)) => return Ok(response),
                 Ok(Err(status)) if is_final(&status) => return Err(status),
                 Ok(Err(status)) => status,
@@ -165,6 +187,33 @@ impl Endpoints {
         Err(last)
     }
 
+    /// Returns the token of the user; gets one from the server at `channel` if there is none.
+    async fn token(&self, channel: &Channel, share: Duration) -> Result<UserToken, Status> {
+        if let Some(token) = self.user.token() {
+            return Ok(token);
+        }
+        let _authenticating = self.user.authenticating.lock().await;
+        let (Some(user), None) = (&self.user.user, self.user.token()) else {
+            return Ok(self.user.token().unwrap_or(UserToken::NotNeeded));
+        };
+        let mut grpc = Grpc::new(channel.clone());
+        grpc.ready().await.map_err(unready)?;
+        let request = request(user.request()?, Some(share), UserToken::NotNeeded);
+        let path = PathAndQuery::from_static(call::AUTHENTICATE);
+        let token = match grpc.unary(request, path, ProstCodec::<_, AuthenticateResponse>::default()).await {
+            Ok(response) => {
+                let token = response.into_inner().token.parse::<MetadataValue<_>>();
+                let mut token = token.map_err(|_| Status::internal("the token has invalid characters"))?;
+                token.set_sensitive(true); // not in logs
+                UserToken::Token(token)
+            }
+            Err(status) if is_not_enabled(&status) => UserToken::NotNeeded,
+            Err(status) => return Err(user.refused(status)),
+        };
+        self.user.set(token.clone());
+        Ok(token)
+    }
+
     fn current(&self) -> (usize, Channel) {
         let state = self.state.lock();
         (state.current, state.channels[state.current].clone())
@@ -173,15 +222,18 @@ impl Endpoints {
     /// Switches to the next server and replaces the connection of server `index`, which did not respond.
     fn replace(&self, index: usize) {
         let mut state = self.state.lock();
-        state.channels[index] = self.servers[index].connect_lazy();
+        state.channels[index] = self.servers[index].connect_with_connector_lazy(self.connector.clone());
         if state.current == index {
             state.current = (index + 1) % self.servers.len();
         }
     }
 }
 
-fn request<T>(message: T, share: Option<Duration>) -> Request<T> {
+fn request<T>(message: T, share: Option<Duration>, token: UserToken) -> Request<T> {
     let mut request = Request::new(message);
+    if let UserToken::Token(token) = token {
+        request.metadata_mut().insert("token", token);
+    }
     // A server without a leader must return an error instead of stale data.
     request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
     if let Some(share) = share {

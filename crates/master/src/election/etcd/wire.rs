@@ -13,6 +13,7 @@ pub(super) mod call {
     pub(crate) const LEASE_REVOKE: &str = "/etcdserverpb.Lease/LeaseRevoke";
     pub(crate) const LEASE_KEEP_ALIVE: &str = "/etcdserverpb.Lease/LeaseKeepAlive";
     pub(crate) const WATCH: &str = "/etcdserverpb.Watch/Watch";
+    pub(crate) const AUTHENTICATE: &str = "/etcdserverpb.Auth/Authenticate";
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -189,7 +190,34 @@ pub(super) struct WatchCreate {
 pub(super) struct WatchResponse {
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
+    /// Not 0: cancelled because this revision and those before are compacted.
+    #[prost(int64, tag = "5")]
+    pub(super) compact_revision: i64,
+    #[prost(string, tag = "6")]
+    pub(super) cancel_reason: String,
     /// Events are only counted: the caller reads the current values.
     #[prost(message, repeated, tag = "11")]
     pub(super) events: Vec<EmptyResponse>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+#[prost(skip_debug)]
+pub(super) struct AuthenticateRequest {
+    #[prost(string, tag = "1")]
+    pub(super) name: String,
+    #[prost(string, tag = "2")]
+    pub(super) password: String,
+}
+
+impl std::fmt::Debug for AuthenticateRequest {
+    /// Omits the password.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AuthenticateRequest").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub(super) struct AuthenticateResponse {
+    #[prost(string, tag = "2")]
+    pub(super) token: String,
 }
