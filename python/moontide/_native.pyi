@@ -97,6 +97,9 @@ class Store:
         master: str | None = None,
         *,
         tenant: str = "default",
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
         timeout: float | str = 5.0,
         connect_timeout: float | str = 3.0,
         shm: bool = True,
@@ -187,6 +190,9 @@ class AsyncStore:
         master: str | None = None,
         *,
         tenant: str = "default",
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
         timeout: float | str = 5.0,
         connect_timeout: float | str = 3.0,
         shm: bool = True,
@@ -335,6 +341,13 @@ class RankStore:
         watermarks: tuple[float, float] = ...,
         write_timeout: float = ...,
         timeout: float = ...,
+        ca: str | PathLike[str] | None = ...,
+        cert: str | PathLike[str] | None = ...,
+        key: str | PathLike[str] | None = ...,
+        node_cert: str | PathLike[str] | None = ...,
+        node_key: str | PathLike[str] | None = ...,
+        master_cert: str | PathLike[str] | None = ...,
+        master_key: str | PathLike[str] | None = ...,
     ) -> Self: ...
     @property
     def rank(self) -> int: ...

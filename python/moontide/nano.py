@@ -289,6 +289,11 @@ class NanoKVCache:
       evicted until it is below the second.
     - ``write_timeout``: a plan that is not complete after this number of seconds expires. Until then other writers of
       its key get ``InProgress``, even if the plan is dropped: call ``abort``, or use a ``with`` block.
+    - ``ca``, ``cert``, ``key``: files of TLS between the ranks, with the certificate of a tenant [default: from the
+      variables ``MOONTIDE_CA``, ``MOONTIDE_CERT`` and ``MOONTIDE_KEY``, as for ``Store``; ``"none"``: no TLS].
+      ``node_cert``, ``node_key``: those of the node of this rank, each rank with another one [``MOONTIDE_NODE_CERT``,
+      ``MOONTIDE_NODE_KEY``]. ``master_cert``, ``master_key``: those of the master, on rank 0 [``MOONTIDE_MASTER_CERT``,
+      ``MOONTIDE_MASTER_KEY``].
 
     Ranks write to each other's memory: run only trusted programs. Close rank 0 last: its master and its memory end with
     it, and almost nothing can be read afterwards.
@@ -307,6 +312,13 @@ class NanoKVCache:
         watermarks: tuple[float, float] = (0.95, 0.85),
         write_timeout: float = 30.0,
         timeout: float = 60.0,
+        ca: str | os.PathLike[str] | None = None,
+        cert: str | os.PathLike[str] | None = None,
+        key: str | os.PathLike[str] | None = None,
+        node_cert: str | os.PathLike[str] | None = None,
+        node_key: str | os.PathLike[str] | None = None,
+        master_cert: str | os.PathLike[str] | None = None,
+        master_key: str | os.PathLike[str] | None = None,
     ) -> None:
         if master_rank != 0:
             raise InvalidArgument(f"master_rank must be 0, not {master_rank}")
@@ -326,11 +338,20 @@ class NanoKVCache:
             watermarks=watermarks,
             write_timeout=write_timeout,
             timeout=timeout,
+            ca=ca,
+            cert=cert,
+            key=key,
+            node_cert=node_cert,
+            node_key=node_key,
+            master_cert=master_cert,
+            master_key=master_key,
         )
         self.page_bytes = page_bytes
         self.heap_bytes = heap_bytes
         #: Client of the same objects, for all other calls.
-        self.store = moontide.Store(self._rank_store.master)
+        files: dict[str, Any] = {"ca": ca, "cert": cert, "key": key}
+        given = {name: file for name, file in files.items() if file is not None}
+        self.store = moontide.Store(self._rank_store.master, **given)
         self._plans: dict[bytes, WritePlan] = {}
         self._cells: dict[int, KernelCell] = {}
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ use moontide_client::{
 use moontide_heap::{DeviceSlice, HugePages};
 use moontide_master::{MasterConfig, Server};
 use moontide_node::{ExternalMemory, Node, NodeConfig};
+use moontide_settings::Component as _;
 use moontide_symmetric::{
     DeviceConfig, DeviceWorld, DeviceWorldConfig, DeviceWorldError, Driver, Rank, Vendor, World, WorldConfig,
     WorldShape,
@@ -28,6 +29,7 @@ use crate::arguments::{key, seconds};
 use crate::array::{Source, Target};
 use crate::errors;
 use crate::process::{ProcessLocal, Unusable, unusable_error};
+use crate::store::config as store_config;
 
 /// Offset, in the page behind the records of rank 0, of the address of its master: one word for the length, then the
 /// bytes, eight per word.
@@ -103,6 +105,54 @@ struct Settings {
     watermarks: (f64, f64),
     write_timeout: Duration,
     timeout: Duration,
+    /// Tenant and certificate of the client; the address of the master is not known yet.
+    client: StoreConfig,
+    certificates: Certificates,
+}
+
+/// A certificate and its key.
+#[derive(Clone, Debug, Default)]
+struct Pair {
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+}
+
+/// Certificates of the servers of a rank. They differ from that of its client: a certificate has one role.
+#[derive(Clone, Debug, Default)]
+struct Certificates {
+    node: Pair,
+    /// Of rank 0 only.
+    master: Pair,
+}
+
+/// Returns the value of a setting: the argument, else the variable. "none" stands for no value.
+fn path_of(argument: Option<PathBuf>, variable: &str) -> Option<PathBuf> {
+    let value = argument.or_else(|| std::env::var_os(variable).map(PathBuf::from));
+    value.filter(|path| !path.as_os_str().is_empty() && path.as_os_str() != "none")
+}
+
+impl Certificates {
+    /// Checks that a rank with a certificate for its client has those for its servers.
+    fn check(self, client: &StoreConfig, rank: Rank) -> PyResult<Certificates> {
+        client.check().map_err(errors::argument)?;
+        if client.ca.is_none() {
+            return Ok(Certificates::default());
+        }
+        let missing = |part: &str| {
+            let variable = part.to_uppercase();
+            Err(errors::argument(format!(
+                "rank {} has a certificate for its client and none for its {part}; set {part}_cert and {part}_key \
+                 (MOONTIDE_{variable}_CERT, MOONTIDE_{variable}_KEY), or ca, cert and key to \"none\" for ranks without TLS",
+                rank.0
+            )))
+        };
+        let is_complete = |pair: &Pair| pair.cert.is_some() && pair.key.is_some();
+        match (is_complete(&self.node), rank) {
+            (false, _) => missing("node"),
+            (true, Rank(0)) if !is_complete(&self.master) => missing("master"),
+            _ => Ok(self),
+        }
+    }
 }
 
 /// Parses `cuda`, `cuda:1` or `hip:0`: a vendor and the index of a device in this process.
@@ -138,7 +188,7 @@ fn permille(share: f64) -> u16 {
 
 fn start(settings: Settings) -> Result<(RankStoreInner, String), StartError> {
     let Settings { path, rank, ranks, memory_bytes, device, bytes_per_slot, groups, .. } = settings;
-    let Settings { watermarks, write_timeout, timeout, .. } = settings;
+    let Settings { watermarks, write_timeout, timeout, client, certificates, .. } = settings;
     let deadline = Instant::now() + timeout;
     let shape =
         WorldShape { ranks, bytes: moontide_client::RankStore::region_bytes(memory_bytes, bytes_per_slot) };
@@ -165,6 +215,9 @@ fn start(settings: Settings) -> Result<(RankStoreInner, String), StartError> {
                 eviction_high_watermark_permille: permille(watermarks.0),
                 eviction_low_watermark_permille: permille(watermarks.1),
                 reservation_ms: write_timeout.as_millis() as u32,
+                ca: client.ca.clone(),
+                cert: certificates.master.cert,
+                key: certificates.master.key,
                 ..MasterConfig::default()
             };
             let server = Server::start(config)
@@ -213,6 +266,9 @@ fn start(settings: Settings) -> Result<(RankStoreInner, String), StartError> {
         bytes_per_slot,
         listen: vec![any_port],
         admin_listen: None,
+        ca: client.ca.clone(),
+        cert: certificates.node.cert,
+        key: certificates.node.key,
         ..NodeConfig::default()
     };
     let unreachable = |message: String| StartError::Other(ErrorCode::Unreachable, message);
@@ -223,7 +279,9 @@ fn start(settings: Settings) -> Result<(RankStoreInner, String), StartError> {
     let plan = node.segments();
     let own =
         RankLayout { node: node.id(), segments: plan.count, segment_bytes: plan.bytes(), slots: plan.slots };
-    let store = Store::connect(StoreConfig::new(&*master)).map_err(RankStoreError::Store)?;
+    let StoreConfig { tenant, ca, cert, key, .. } = client;
+    let config = StoreConfig { tenant, ca, cert, key, ..StoreConfig::new(&*master) };
+    let store = Store::connect(config).map_err(RankStoreError::Store)?;
     let left = deadline.saturating_duration_since(Instant::now());
     // SAFETY: as above: the rest of the region is used only for this.
     let rank_store = unsafe {
@@ -281,7 +339,8 @@ impl RankStore {
 impl RankStore {
     #[new]
     #[pyo3(signature = (path, rank, ranks, memory_bytes, *, device=None, bytes_per_slot=65536, groups=1,
-        watermarks=(0.95, 0.85), write_timeout=30.0, timeout=30.0))]
+        watermarks=(0.95, 0.85), write_timeout=30.0, timeout=30.0, ca=None, cert=None, key=None, node_cert=None,
+        node_key=None, master_cert=None, master_key=None))]
     #[allow(clippy::too_many_arguments)] // keywords of a constructor
     fn new(
         py: Python<'_>,
@@ -295,6 +354,13 @@ impl RankStore {
         watermarks: (f64, f64),
         write_timeout: f64,
         timeout: f64,
+        ca: Option<PathBuf>,
+        cert: Option<PathBuf>,
+        key: Option<PathBuf>,
+        node_cert: Option<PathBuf>,
+        node_key: Option<PathBuf>,
+        master_cert: Option<PathBuf>,
+        master_key: Option<PathBuf>,
     ) -> PyResult<RankStore> {
         let page = HugePages::Auto.page_bytes();
         let memory_bytes = memory_bytes.checked_next_multiple_of(page).filter(|&bytes| bytes < 1 << 46);
@@ -304,6 +370,21 @@ impl RankStore {
         let timeout = seconds("timeout", timeout)?;
         let rank = Rank(rank);
         let write_timeout = seconds("write_timeout", write_timeout)?;
+        let client = StoreConfig {
+            ca: path_of(ca, "MOONTIDE_CA"),
+            cert: path_of(cert, "MOONTIDE_CERT"),
+            key: path_of(key, "MOONTIDE_KEY"),
+            ..store_config(None, None)?
+        };
+        let node = Pair {
+            cert: path_of(node_cert, "MOONTIDE_NODE_CERT"),
+            key: path_of(node_key, "MOONTIDE_NODE_KEY"),
+        };
+        let master = Pair {
+            cert: path_of(master_cert, "MOONTIDE_MASTER_CERT"),
+            key: path_of(master_key, "MOONTIDE_MASTER_KEY"),
+        };
+        let certificates = Certificates { node, master }.check(&client, rank)?;
         let settings = Settings {
             path,
             rank,
@@ -315,6 +396,8 @@ impl RankStore {
             watermarks,
             write_timeout,
             timeout,
+            client,
+            certificates,
         };
         let (inner, master) = start_interruptibly(py, settings)?.map_err(|error| error.raise(py))?;
         Ok(RankStore { inner: ProcessLocal::new(inner), rank: rank.0, ranks, master })

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -296,6 +297,68 @@ def test_ordinary_store_shares_objects_with_nano(world: World, memory: str) -> N
     """
     assert second.run(code) == "from a store"
     assert second.run('cache.remove("k"); out = repr(cache.get_location("k"))') == "NOT_READY"
+
+
+def certificates(folder: Path) -> tuple[dict[str, str], list[dict[str, str]], dict[str, str]]:
+    """Creates certificates of a cluster. Returns the settings of a client, of two nodes, and of a master."""
+    certs = [moontide.binary(), "certs"]
+    subprocess.run([*certs, "init", str(folder), "--cluster", "nano"], check=True)
+    roles = ["master", "node/one", "node/two", "tenant/default"]
+    subprocess.run([*certs, "issue", str(folder), *roles], check=True)
+
+    def pair(part: str, key: Path) -> dict[str, str]:
+        return {f"{part}cert": str(key).replace("-key.pem", ".pem"), f"{part}key": str(key)}
+
+    client = {"ca": str(folder / "ca.pem")} | pair("", folder / "tenant-default-key.pem")
+    nodes = [pair("node_", key) for key in sorted(folder.glob("node-*-key.pem"))]
+    assert len(nodes) == 2
+    return client, nodes, pair("master_", folder / "master-key.pem")
+
+
+def test_ranks_with_certificates_refuse_clients_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, nodes, master = certificates(tmp_path / "certs")
+    ranks = [Rank(tmp_path / "w", 0, 2, **client, **nodes[0], **master)]
+    try:
+        # One rank has its settings by name, the other by variables.
+        with monkeypatch.context() as environment:
+            for name, file in (client | nodes[1]).items():
+                environment.setenv(f"MOONTIDE_{name.upper()}", file)
+            ranks.append(Rank(tmp_path / "w", 1, 2))
+        assert [rank.receive() for rank in ranks] == ["ready", "ready"]
+        assert ranks[0].run("value = noise(1, 300_000); cache.put('k', value, preferred_segment=1); out = 'put'") == "put"
+        code = """
+            import time
+            buffer = numpy.zeros(300_000, numpy.uint8)
+            cache.get_into("k", buffer)
+            out = [bool((buffer == noise(1, 300_000)).all()), cache.store.get("k") == buffer.tobytes()]
+        """
+        assert ranks[1].run(code) == [True, True]
+        address = ranks[0].run("out = cache.store.master")
+        with pytest.raises(moontide.Unreachable):
+            moontide.Store(address, connect_timeout=5.0)
+        with moontide.Store(address, **client) as store:
+            assert len(store.get("k") or b"") == 300_000
+    finally:
+        for rank in reversed(ranks):
+            rank.end()
+
+
+def test_rank_with_a_certificate_for_its_client_only_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, nodes, _ = certificates(tmp_path / "certs")
+    for name, file in client.items():
+        monkeypatch.setenv(f"MOONTIDE_{name.upper()}", file)
+    settings: dict[str, Any] = {"path": tmp_path / "w", "rank": 0, "ranks": 1}
+    with pytest.raises(moontide.InvalidArgument, match="none for its node; set node_cert and node_key"):
+        NanoKVCache(1 << 20, **settings)
+    with pytest.raises(moontide.InvalidArgument, match="none for its master; set master_cert and master_key"):
+        NanoKVCache(1 << 20, **settings, **nodes[0])
+    with pytest.raises(moontide.InvalidArgument, match="cert"):
+        NanoKVCache(1 << 20, **settings, cert="none")
+    with NanoKVCache(1 << 20, **settings, ca="none", cert="none", key="none") as cache:
+        cache.put("k", b"bytes")
+        assert cache.store.get("k") == b"bytes"
 
 
 def test_invalid_arguments_and_states_are_rejected(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@
 //! reused while it waits or reads, and an outdated ticket is refused. Kernels use addresses instead of calls:
 //! [`PushWriter::address`], [`PendingRecord::address`] and the offsets in a [`Ticket`].
 //!
+//! TLS is that of the parts: the [`Store`] that is passed to [`RankStore::open`] has the certificate of a tenant
+//! ([`StoreConfig::ca`](crate::StoreConfig::ca), `cert` and `key`), the nodes and the master have their own in the same settings.
+//!
 //! | file | content |
 //! |---|---|
 //! | `ticket` | [`Ticket`] |
