@@ -126,11 +126,11 @@ calls! {
     ListKeys,
     /// gRPC: metadata of objects.
     QueryKeys,
-    /// gRPC: ids of objects that can no longer be read.
+    /// gRPC: ids of the tenant's objects that can no longer be read.
     PollInvalidations,
     /// gRPC: which master hosts which group.
     GetGroupMap,
-    /// gRPC: number of groups, and key of the object ids.
+    /// gRPC: number of groups, and the key of the ids of the tenant's objects.
     GetClusterInfo,
     /// gRPC: addresses of the nodes.
     GetNodes,

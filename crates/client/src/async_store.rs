@@ -57,7 +57,7 @@ impl AsyncStore {
     /// Returns an object's bytes, zero-copy if a local node has them. `None`: no such object.
     pub async fn get_ref(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
         let inner = &*self.store.inner;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), Key::new(key)?);
+        let (id, found) = inner.local_nodes.find_key(Key::new(key)?);
         if let LocalLookup::Hit(guard) = found {
             return Ok(Some(ObjectRef::zero_copy(guard)));
         }
@@ -67,7 +67,7 @@ impl AsyncStore {
     /// Returns a copy of an object. Concurrent gets of one key share one fetch.
     pub async fn get(&self, key: &[u8]) -> Result<Option<Bytes>, StoreError> {
         let inner = &*self.store.inner;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), Key::new(key)?);
+        let (id, found) = inner.local_nodes.find_key(Key::new(key)?);
         if let LocalLookup::Hit(guard) = found {
             let copied = if guard.header().stripe_len <= INLINE_COPY_MAX {
                 inner.copied(&guard)

@@ -20,7 +20,7 @@ use moontide_rt::sync::{Mutex, RwLock};
 use moontide_rt::time::Instant;
 use moontide_tasks::channel::{self, Channel};
 use moontide_types::limits::REQUEST_BYTES_MAX;
-use moontide_types::{ErrorCode, IdKey, MapVersion, ObjectId, Tenant, TenantGeneration, Term};
+use moontide_types::{ErrorCode, MapVersion, ObjectId, Tenant, TenantGeneration, TenantIdKey, Term};
 use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 use tonic::{Code, Response, Status};
@@ -46,11 +46,11 @@ const OTHERS_WAIT: Duration = Duration::from_millis(100);
 /// Longest wait for the responses of a map refresh.
 const MAP_REFRESH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Inputs of object ids, and the cluster's id.
+/// Inputs of the ids of the tenant's objects, and the cluster's id.
 #[derive(Clone, Debug)]
 pub(crate) struct ClusterIdentity {
     pub(crate) cluster: u64,
-    pub(crate) id_key: IdKey,
+    pub(crate) id_key: TenantIdKey,
     pub(crate) generation: TenantGeneration,
 }
 
@@ -701,8 +701,12 @@ pub(crate) fn identity(message: &v1::GetClusterInfoResponse) -> Result<ClusterId
     if ProtocolVersions::CURRENT.negotiate(facts.protocol).is_none() {
         return Err(StoreError::refused(ErrorCode::Unsupported));
     }
-    let secret = facts.id_key_secret.ok_or(StoreError::refused(ErrorCode::Unauthenticated))?;
-    Ok(ClusterIdentity { cluster: facts.cluster, id_key: IdKey::new(facts.id_key, secret.0), generation })
+    let secret = facts.tenant_id_key.ok_or(StoreError::refused(ErrorCode::Unauthenticated))?;
+    Ok(ClusterIdentity {
+        cluster: facts.cluster,
+        id_key: TenantIdKey::new(facts.id_key, secret.0),
+        generation,
+    })
 }
 
 /// Returns the message of a status with those of its sources.

@@ -94,7 +94,7 @@ impl Store {
     pub fn get_ref(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        let (id, found) = inner.local_nodes.find_key(key);
         if let LocalLookup::Hit(guard) = found {
             return Ok(Some(ObjectRef(ObjectBytes::InPlace(guard))));
         }
@@ -107,7 +107,7 @@ impl Store {
     #[inline]
     pub fn try_get_ref(&self, key: &[u8]) -> Result<Option<ObjectRef>, StoreError> {
         let inner = &*self.inner;
-        let (_, found) = inner.local_nodes.find_key(inner.cluster.tenant(), inner.key(key)?);
+        let (_, found) = inner.local_nodes.find_key(inner.key(key)?);
         Ok(match found {
             LocalLookup::Hit(guard) => Some(ObjectRef(ObjectBytes::InPlace(guard))),
             LocalLookup::Miss => None,
@@ -144,7 +144,7 @@ impl Store {
     ) -> Result<Option<usize>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        let (id, found) = inner.local_nodes.find_key(key);
         if let LocalLookup::Hit(guard) = found {
             let len = guard.bytes().len();
             if inner.copy_out(&guard, &mut make(len)[..len]) {
@@ -162,7 +162,7 @@ impl Store {
     pub fn get(&self, key: &[u8]) -> Result<Option<Bytes>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        let (id, found) = inner.local_nodes.find_key(key);
         if let LocalLookup::Hit(guard) = found
             && let Some(bytes) = inner.copied(&guard)
         {
@@ -176,7 +176,7 @@ impl Store {
     pub fn get_into(&self, key: &[u8], into: &mut [u8]) -> Result<Option<usize>, StoreError> {
         let inner = &*self.inner;
         let key = inner.key(key)?;
-        let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+        let (id, found) = inner.local_nodes.find_key(key);
         if let LocalLookup::Hit(guard) = found {
             let len = guard.bytes().len();
             let buffer = inner.buffer_prefix(into, len as u64)?;
@@ -204,7 +204,7 @@ impl Store {
                     continue;
                 }
             };
-            let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+            let (id, found) = inner.local_nodes.find_key(key);
             let mut result = None;
             if let LocalLookup::Hit(guard) = found {
                 result = inner.copied(&guard).map(|bytes| Ok(Some(bytes)));
@@ -236,7 +236,7 @@ impl Store {
                     continue;
                 }
             };
-            let (id, found) = inner.local_nodes.find_key(inner.cluster.tenant(), key);
+            let (id, found) = inner.local_nodes.find_key(key);
             let mut result = None;
             if let LocalLookup::Hit(guard) = found {
                 let len = guard.bytes().len();

@@ -97,7 +97,7 @@ impl Store {
     /// removed.
     pub fn object_id(&self, key: &[u8]) -> Result<ObjectId, StoreError> {
         let inner = &*self.inner;
-        Ok(inner.local_nodes.id(inner.cluster.tenant(), Key::new(key)?))
+        Ok(inner.local_nodes.id(Key::new(key)?))
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 
 use moontide_heap::{LocalHeap, SharedGuard, SharedLookup, SharedReader};
 use moontide_rt::sync::RwLock;
-use moontide_types::{Clock, Key, MonoTime, ObjectId, SystemClock, Tenant};
+use moontide_types::{Clock, Key, MonoTime, ObjectId, SystemClock};
 
 use crate::cluster::ClusterIdentity;
 use crate::metrics::{StoreMetrics, ThreadCounters};
@@ -83,15 +83,15 @@ impl LocalNodes {
 
     /// Returns the id of a key.
     #[inline]
-    pub(crate) fn id(&self, tenant: Tenant<'_>, key: Key<'_>) -> ObjectId {
-        self.with_readers(|own| own.identity.id_key.object_id(tenant, own.identity.generation, key))
+    pub(crate) fn id(&self, key: Key<'_>) -> ObjectId {
+        self.with_readers(|own| own.identity.id_key.object_id(own.identity.generation, key))
     }
 
     /// Looks up an object in local memory. A hit is counted as a get.
     #[inline]
-    pub(crate) fn find_key(&self, tenant: Tenant<'_>, key: Key<'_>) -> (ObjectId, LocalLookup) {
+    pub(crate) fn find_key(&self, key: Key<'_>) -> (ObjectId, LocalLookup) {
         self.with_readers(|own| {
-            let id = own.identity.id_key.object_id(tenant, own.identity.generation, key);
+            let id = own.identity.id_key.object_id(own.identity.generation, key);
             let found = own.find(&id);
             (id, found)
         })

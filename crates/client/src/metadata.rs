@@ -58,7 +58,7 @@ impl Store {
         let mut results = inner.cluster.route(
             1,
             deadline,
-            |_| inner.local_nodes.id(tenant, key),
+            |_| inner.local_nodes.id(key),
             |master, _| {
                 let link = master.link(&inner.cluster, deadline)?;
                 Ok(vec![retry_if_disconnected(|| link.exist_one_until(tenant, key, Some(deadline)))?])
@@ -75,7 +75,7 @@ impl Store {
             inner.cluster.route(
                 keys.len(),
                 deadline,
-                |at| inner.local_nodes.id(tenant, keys[at]),
+                |at| inner.local_nodes.id(keys[at]),
                 |master, part| {
                     let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                     let link = master.link(&inner.cluster, deadline)?;
@@ -193,12 +193,12 @@ impl Store {
     /// Returns the metadata of objects; `None` for each that does not exist.
     pub fn stat_batch(&self, keys: &[&[u8]]) -> Vec<Result<Option<ObjectInfo>, StoreError>> {
         let inner = &*self.inner;
-        let (tenant, deadline) = (inner.cluster.tenant(), inner.deadline());
+        let deadline = inner.deadline();
         let found = with_valid_keys(keys, |keys| {
             inner.cluster.route(
                 keys.len(),
                 deadline,
-                |at| inner.local_nodes.id(tenant, keys[at]),
+                |at| inner.local_nodes.id(keys[at]),
                 |master, part| {
                     let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                     let request = v1::QueryKeysRequest {
@@ -230,7 +230,7 @@ impl Inner {
         deadline: Instant,
     ) -> Vec<Result<KeyResult<()>, StoreError>> {
         for key in keys.iter().filter_map(|key| Key::new(key).ok()) {
-            self.forget_object(&self.local_nodes.id(self.cluster.tenant(), key));
+            self.forget_object(&self.local_nodes.id(key));
         }
         self.each_keyed(keys, deadline, |master, packed, count| {
             let packed = PackedKeys::decode(packed).expect("packed above");
@@ -265,12 +265,11 @@ impl Inner {
         deadline: Instant,
         call: impl Fn(&Master, &[u8], usize) -> Result<Vec<Option<ErrorCode>>, StoreError> + Sync,
     ) -> Vec<Result<KeyResult<()>, StoreError>> {
-        let tenant = self.cluster.tenant();
         with_valid_keys(keys, |keys| {
             self.cluster.route(
                 keys.len(),
                 deadline,
-                |at| self.local_nodes.id(tenant, keys[at]),
+                |at| self.local_nodes.id(keys[at]),
                 |master, part| {
                     let keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                     let outcomes = call(master, &pack(&keys)?, keys.len())?;

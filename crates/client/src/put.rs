@@ -310,12 +310,11 @@ impl Inner {
         rounds: Rounds,
         deadline: Instant,
     ) -> Result<Vec<PutStartOutcome>, StoreError> {
-        let tenant = self.cluster.tenant();
         let results = self.cluster.route_rounds(
             rounds,
             keys.len(),
             deadline,
-            |at| self.local_nodes.id(tenant, keys[at].0),
+            |at| self.local_nodes.id(keys[at].0),
             |master, part| {
                 let keys: Vec<(Key<'_>, u64)> = part.iter().map(|&at| keys[at]).collect();
                 self.put_start_at(master, &keys, params, deadline)

@@ -62,7 +62,7 @@ impl Inner {
         deadline: Instant,
     ) -> Result<Option<(ReadSource, usize)>, StoreError> {
         let key = Key::new(key)?;
-        let (id, found) = self.local_nodes.find_key(self.cluster.tenant(), key);
+        let (id, found) = self.local_nodes.find_key(key);
         if let LocalLookup::Hit(guard) = found {
             let range = within(offset, into.len(), guard.bytes().len() as u64)?;
             if self.copy_part(&guard, range, &mut into[..range.len() as usize]) {

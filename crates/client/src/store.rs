@@ -368,12 +368,11 @@ impl Inner {
         rounds: Rounds,
         deadline: Instant,
     ) -> Vec<Result<KeyResult<LookupEntry>, StoreError>> {
-        let tenant = self.cluster.tenant();
         self.cluster.route_rounds(
             rounds,
             keys.len(),
             deadline,
-            |at| self.local_nodes.id(tenant, keys[at]),
+            |at| self.local_nodes.id(keys[at]),
             |master, part| {
                 let part_keys: Vec<Key<'_>> = part.iter().map(|&at| keys[at]).collect();
                 self.lookup_at(master, &part_keys, deadline)

@@ -163,7 +163,7 @@ impl Store {
     pub(crate) fn forget_location(&self, key: &[u8]) {
         if let Ok(key) = Key::new(key) {
             let inner = &*self.inner;
-            inner.forget_object(&inner.local_nodes.id(inner.cluster.tenant(), key));
+            inner.forget_object(&inner.local_nodes.id(key));
         }
     }
 
@@ -172,7 +172,7 @@ impl Store {
     pub fn get_location(&self, key: &[u8]) -> Result<Option<ObjectLocation>, StoreError> {
         let inner = &*self.inner;
         let key = Key::new(key)?;
-        let id = inner.local_nodes.id(inner.cluster.tenant(), key);
+        let id = inner.local_nodes.id(key);
         if let Some(location) = inner.cached_location(&id) {
             return Ok(Some(ObjectLocation::of(&location)));
         }

@@ -15,7 +15,7 @@ use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, Target, call, run};
 use moontide_types::limits::{PAGE_BYTES, REPLICAS_MAX};
 use moontide_types::record::DigestContext;
-use moontide_types::{ErrorCode, IdKey, Key, ObjectId, Tenant, TenantGeneration};
+use moontide_types::{ErrorCode, Key, ObjectId, Tenant, TenantGeneration, TenantIdKey};
 use prost::Message;
 
 fn soon() -> Instant {
@@ -35,8 +35,8 @@ struct Writer<'a> {
 impl Writer<'_> {
     fn id(&self, name: &str) -> ObjectId {
         let info = self.master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
-        let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
-        key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
+        let key = TenantIdKey::new(info.id_key, info.tenant_id_key[..].try_into().unwrap());
+        key.object_id(TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
     }
 
     fn keys(name: &str) -> bytes::Bytes {

@@ -32,7 +32,7 @@ pub fn front(data: &[u8]) {
 }
 
 /// Sets the CRC of a header.
-fn fix_header_crc(bytes: &mut [u8]) -> Option<()> {
+pub(crate) fn fix_header_crc(bytes: &mut [u8]) -> Option<()> {
     let header = bytes.first_chunk_mut::<HEADER_BYTES>()?;
     let state = header[WORD_OFFSET];
     header[WORD_OFFSET] &= !3;

@@ -437,7 +437,8 @@ impl Service {
     /// Computes ids and sorts keys by group.
     fn sort<'a>(&self, caller: &CallContext<'_>, keys: PackedKeys<'a>) -> KeysByGroup<'a> {
         let mut ids = Vec::with_capacity(keys.len());
-        self.config.id_key.object_ids(caller.context.tenant, caller.generation, keys.iter(), &mut ids);
+        let id_key = self.config.id_key.of_tenant(caller.context.tenant);
+        id_key.object_ids(caller.generation, keys.iter(), &mut ids);
         let lookups = keys.iter().zip(ids).map(|(key, id)| LookupKey { id, key });
         KeysByGroup::new(self.group_slots.len(), self.config.groups, lookups)
     }

@@ -261,8 +261,8 @@ fn mount_with_term(service: &Service, node: u64, named: u32) -> Option<ErrorCode
         node,
         boot_id: node,
         topology: Some(v1::Topology::default()),
-        protocol_min: 1,
-        protocol_max: 1,
+        protocol_min: 2,
+        protocol_max: 2,
         ..Default::default()
     });
     let spec = v1::SegmentSpec {

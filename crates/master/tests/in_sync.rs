@@ -47,8 +47,8 @@ impl TestNode {
             node: 1,
             boot_id: 1,
             topology: Some(v1::Topology::default()),
-            protocol_min: 1,
-            protocol_max: 1,
+            protocol_min: 2,
+            protocol_max: 2,
             ..Default::default()
         };
         let session = service.open_session(&request).session; // with the first key: the clock stands still

@@ -17,8 +17,8 @@ fn registration(node: u64, addresses: Vec<v1::Address>) -> v1::OpenSessionReques
         boot_id: 1,
         addresses,
         topology: Some(v1::Topology { host: format!("host-{node}"), rack: "r".into(), zone: String::new() }),
-        protocol_min: 1,
-        protocol_max: 1,
+        protocol_min: 2,
+        protocol_max: 2,
         highest_term: 0,
     }
 }

@@ -470,7 +470,7 @@ fn restart_keeps_identity_and_raises_term() {
             grpc(server.addresses().grpc).await.get_cluster_info(request).await.unwrap().into_inner()
         });
         assert_eq!(info.context.unwrap().term, term);
-        seen.push((info.cluster, info.id_key_secret));
+        seen.push((info.cluster, info.tenant_id_key));
         server.shutdown();
     }
     assert_eq!(seen[0], seen[1]);

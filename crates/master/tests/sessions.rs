@@ -29,8 +29,8 @@ fn open(service: &Service, boot_id: u64, highest_term: u32) -> Result<u64, Error
         node: 4,
         boot_id,
         topology: Some(v1::Topology::default()),
-        protocol_min: 1,
-        protocol_max: 1,
+        protocol_min: 2,
+        protocol_max: 2,
         highest_term,
         ..Default::default()
     });
@@ -134,8 +134,8 @@ fn single_master_serves_on_after_a_stranger_names_a_newer_term() {
         node: 5,
         boot_id: OTHER,
         topology: Some(v1::Topology::default()),
-        protocol_min: 1,
-        protocol_max: 1,
+        protocol_min: 2,
+        protocol_max: 2,
         ..Default::default()
     });
     assert_eq!(mount(&service, stranger.session, 0, newest), Some(ErrorCode::StaleTerm));

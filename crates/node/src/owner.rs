@@ -28,7 +28,9 @@ use moontide_rt::sync::mpsc;
 use moontide_rt::time::Instant;
 use moontide_transfer::{Owner, PeerIdentity, check_tenant, is_granted, pin_record};
 use moontide_types::record::{Attributes, Header, KeySection, RecordDescription, RecordFlags, State, Word};
-use moontide_types::{Epoch, ErrorCode, IdKey, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock};
+use moontide_types::{
+    Epoch, ErrorCode, IdKey, Key, Medium, MonoTime, NodeId, SegmentId, SlotId, SystemClock, TenantIdKey,
+};
 use prost::Message;
 
 use crate::capabilities::CapabilityKeys;
@@ -186,13 +188,16 @@ impl NodeOwner {
         let request = BeginRequest::from_wire(&message).map_err(|error| error.code())?;
         check_tenant(tenant, |tenant| request.tenant.as_str() == tenant)?;
         let mut sections = request.attributes.as_ref().map(|sections| sections.iter());
+        // Before the first session, no master has granted anything.
+        let id_key = self.id_key.get().ok_or(ErrorCode::StaleTerm).map(|key| key.of_tenant(request.tenant));
         let mut codes = CodesBuilder::default();
         for ((object, handles), key) in request.list.iter().zip(request.keys.iter()) {
             let section = sections.as_mut().and_then(Iterator::next);
             let attributes = section.map_or_else(Attributes::default, AttributeSection::decode);
             let section = section.map_or(&[][..], AttributeSection::as_bytes);
             let key = KeySection { tenant: request.tenant, key };
-            let named = self.check_id(&object, key);
+            let named =
+                id_key.as_ref().map_err(|code| *code).and_then(|id_key| check_id(id_key, &object, key.key));
             for handle in handles.iter() {
                 let begun =
                     named.and_then(|()| self.begin(writer, &object, &handle, key, &attributes, section));
@@ -201,17 +206,6 @@ impl NodeOwner {
             }
         }
         Ok(v1::SlotOutcomes { codes: codes.finish().into() }.encode_to_vec())
-    }
-
-    /// Checks that the id is the one of tenant and key: readers of the host find a record by its id alone, so no
-    /// caller may store other bytes under it.
-    fn check_id(&self, object: &ObjectEntry, key: KeySection<'_>) -> Result<(), ErrorCode> {
-        // Before the first session, no master has granted anything.
-        let id_key = self.id_key.get().ok_or(ErrorCode::StaleTerm)?;
-        let id = id_key.object_id(key.tenant, object.tenant_generation, key.key);
-        let named = object.id_key == id_key.number() && object.id == id
-            || moontide_rt::mutation_enabled("record-under-any-id");
-        if named { Ok(()) } else { Err(ErrorCode::PermissionDenied) }
     }
 
     fn begin(
@@ -512,6 +506,15 @@ impl NodeOwner {
 fn local_reads(heap: &NodeHeap) -> v1::ReadCounters {
     let LocalReadStats { hits, misses, bytes } = heap.ledgers().reads();
     v1::ReadCounters { local_memory: hits, local_misses: misses, bytes, ..Default::default() }
+}
+
+/// Checks that the id is the one of tenant and key: readers of the host find a record by its id alone, so no caller may store
+/// other bytes under it.
+fn check_id(id_key: &TenantIdKey, object: &ObjectEntry, key: Key<'_>) -> Result<(), ErrorCode> {
+    let id = id_key.object_id(object.tenant_generation, key);
+    let named = object.id_key == id_key.number() && object.id == id
+        || moontide_rt::mutation_enabled("record-under-any-id");
+    if named { Ok(()) } else { Err(ErrorCode::PermissionDenied) }
 }
 
 fn begun_record(object: &ObjectEntry, handle: &Handle) -> ReportRecord {

@@ -16,7 +16,7 @@ use moontide_proto::{
 use moontide_transfer::{Link, Op, call, run};
 use moontide_types::limits::{BATCH_KEYS_MAX, REPLICAS_MAX};
 use moontide_types::record::DigestContext;
-use moontide_types::{IdKey, Key, Tenant, TenantGeneration};
+use moontide_types::{Key, Tenant, TenantGeneration, TenantIdKey};
 use prost::Message;
 use support::*;
 
@@ -61,7 +61,7 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
     all_ok(&call(link, FrameKind::Begin, begin.encode_to_vec(), deadline()).unwrap());
 
     let info = master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
-    let id_key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
+    let id_key = TenantIdKey::new(info.id_key, info.tenant_id_key[..].try_into().unwrap());
     let objects = Packed::<ObjectEntry>::decode(&started.objects, BATCH_KEYS_MAX).unwrap();
     let handles = Packed::<Handle>::decode(&started.handles, HANDLES_PER_RESPONSE_MAX).unwrap();
     let payloads: Vec<Vec<u8>> = names.iter().map(|name| bytes_of(name)).collect();
@@ -70,7 +70,7 @@ fn put_batch(master: &Server, link: &dyn Link, batch: usize) {
     for (((name, payload), object), handle) in
         names.iter().zip(&payloads).zip(objects.iter()).zip(handles.iter())
     {
-        let id = id_key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap());
+        let id = id_key.object_id(TenantGeneration(0), Key::new(name.as_bytes()).unwrap());
         let context = DigestContext { id, version: object.epoch, stripe: 0, len: 100 };
         let root = context.payload(payload, |_| ());
         ops.push(Op::put(target(&object, id, &handle), 0, payload));

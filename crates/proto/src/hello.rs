@@ -64,8 +64,8 @@ pub struct ProtocolVersions {
 }
 
 impl ProtocolVersions {
-    /// Versions that this release supports.
-    pub const CURRENT: ProtocolVersions = ProtocolVersions { min: 1, max: 1 };
+    /// Versions that this release supports. In version 1, clients computed ids from the key of the cluster.
+    pub const CURRENT: ProtocolVersions = ProtocolVersions { min: 2, max: 2 };
 
     /// Returns the highest version that both ranges contain.
     pub fn negotiate(self, other: ProtocolVersions) -> Option<u16> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use moontide_types::limits::PAGE_BYTES;
 use moontide_types::record::DigestContext;
-use moontide_types::{Epoch, IdKey, Key, ObjectId, Tenant, TenantGeneration};
+use moontide_types::{Epoch, Key, ObjectId, TenantGeneration, TenantIdKey};
 
 const PAGE: usize = PAGE_BYTES as usize;
 
@@ -67,12 +67,12 @@ fn main() {
     };
     let root = throughput(slice, |_| black_box(small.payload(&memory[..4096], |_| ())));
     report("digests and root of 4 KiB, hot", "ns", nanos(root), "reported");
-    let id_key = IdKey::new(1, [7; 32]);
+    let id_key = TenantIdKey::new(1, [7; 32]);
     let id = throughput(slice, |n| {
         let mut key = [b'k'; 64];
         key[..8].copy_from_slice(&n.to_le_bytes());
         let key = Key::new(&key).expect("64 bytes");
-        black_box(id_key.object_id(Tenant::DEFAULT, TenantGeneration(0), key)).as_u128() as u64
+        black_box(id_key.object_id(TenantGeneration(0), key)).as_u128() as u64
     });
     report("object id of a 64-byte key", "ns", nanos(id), "106–159 in a trial");
 }

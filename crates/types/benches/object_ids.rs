@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use moontide_types::{IdKey, Key, ObjectId, Tenant, TenantGeneration};
+use moontide_types::{Key, ObjectId, TenantGeneration, TenantIdKey};
 
 /// Case: name, keys of a batch, length in bytes of the key at an index of the batch.
 type Case = (&'static str, usize, fn(usize) -> usize);
@@ -28,8 +28,8 @@ fn main() {
     let json = has("--json");
     let slice = Duration::from_millis(if has("--quick") { 5 } else { 50 });
 
-    let id_key = IdKey::new(1, [7; 32]);
-    let (tenant, generation) = (Tenant::DEFAULT, TenantGeneration(0));
+    let id_key = TenantIdKey::new(1, [7; 32]);
+    let generation = TenantGeneration(0);
     for &(case, count, len) in CASES {
         let keys: Vec<Vec<u8>> =
             (0..count).map(|n| (0..len(n)).map(|i| (i * 31 + n * 7) as u8).collect()).collect();
@@ -39,12 +39,12 @@ fn main() {
         for _ in 0..9 {
             singles.push(nanos(slice, count, || {
                 out.clear();
-                out.extend(keys().map(|key| id_key.object_id(tenant, generation, black_box(key))));
+                out.extend(keys().map(|key| id_key.object_id(generation, black_box(key))));
                 black_box(&out);
             }));
             batches.push(nanos(slice, count, || {
                 out.clear();
-                id_key.object_ids(tenant, generation, black_box(keys()), &mut out);
+                id_key.object_ids(generation, black_box(keys()), &mut out);
                 black_box(&out);
             }));
         }

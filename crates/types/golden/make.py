@@ -30,10 +30,13 @@ def pattern(length):
     return bytes((i * 7 + i // 251) & 0xFF for i in range(length))
 
 
+def tenant_id_key(secret, tenant):
+    return blake3.blake3(b"moontide tenant id key\0" + tenant, key=secret).digest()
+
+
 def object_id(secret, tenant, generation, key):
-    data = struct.pack("<H", len(tenant)) + tenant + struct.pack("<I", generation)
-    data += struct.pack("<H", len(key)) + key
-    return blake3.blake3(data, key=secret).digest()[:16]
+    data = struct.pack("<I", generation) + key
+    return blake3.blake3(data, key=tenant_id_key(secret, tenant)).digest()[:16]
 
 
 class Context:
@@ -71,7 +74,7 @@ def object_root(oid, version, length, roots):
 def header(flags, oid, word, object_len, stripe_offset, stripe_len, payload_offset, root, stripe_index,
            stripe_count, digests_len, key_len, attributes_len, trailer_crc, id_key, generation):
     def pack(word):
-        data = b"MTRC" + struct.pack("<HH", 1, flags) + oid + u64(word)
+        data = b"MTRC" + struct.pack("<HH", 2, flags) + oid + u64(word)
         data += struct.pack("<QQQQQ", object_len, stripe_offset, stripe_len, payload_offset, root)
         data += struct.pack("<HHI", stripe_index, stripe_count, PAGE)
         data += struct.pack("<IIIIII", digests_len, key_len, attributes_len, trailer_crc, id_key, generation)
@@ -86,6 +89,7 @@ def attribute(kind, value):
 
 secret = bytes(range(32))
 oid = object_id(secret, b"default", 0, b"hello")
+emit("tenant id key default", tenant_id_key(secret, b"default"))
 emit("id default/0/hello", oid)
 emit("id team-a/7/\\x00\\xff", object_id(secret, b"team-a", 7, b"\x00\xff"))
 emit("id default/0/4096 x", object_id(secret, b"default", 0, b"x" * 4096))

@@ -2,7 +2,7 @@
 //!
 //! Within one input every step of BLAKE3 depends on the step before, so a short key costs the latency of its
 //! blocks on every machine. Inputs are independent of each other: [`append`] hashes sixteen of them in
-//! parallel. Its results equal those of [`IdKey::object_id`](crate::IdKey::object_id); the `blake3` crate is
+//! parallel. Its results equal those of [`TenantIdKey::object_id`]; the `blake3` crate is
 //! the reference of the tests.
 //!
 //! ```text
@@ -23,8 +23,7 @@
 
 use multiversion::multiversion;
 
-use crate::key::{IdKey, Key, ObjectId, Tenant, TenantGeneration};
-use crate::limits::TENANT_BYTES_MAX;
+use crate::key::{Key, ObjectId, TenantGeneration, TenantIdKey};
 
 /// Longest input in bytes that BLAKE3 hashes block after block; a longer input becomes a tree.
 const CHUNK_BYTES: usize = 1024;
@@ -67,37 +66,34 @@ const SCHEDULE: [[usize; 16]; 7] = {
     schedule
 };
 
-impl IdKey {
-    /// Appends the ids of `keys` of `tenant` to `out`, in the order of the keys.
+impl TenantIdKey {
+    /// Appends the ids of `keys` to `out`, in the order of the keys.
     ///
-    /// The ids equal those of [`IdKey::object_id`]. The call takes about a third of the time for eight or more
+    /// The ids equal those of [`TenantIdKey::object_id`]. The call takes about a third of the time for eight or more
     /// keys of similar length (AVX-512; half of it with AVX2). One or two keys cost the same as single calls.
     pub fn object_ids<'k>(
         &self,
-        tenant: Tenant<'_>,
         generation: TenantGeneration,
         keys: impl IntoIterator<Item = Key<'k>>,
         out: &mut Vec<ObjectId>,
     ) {
         let keys = keys.into_iter();
         if keys.size_hint().1.is_some_and(|max| max <= SINGLE_MAX) {
-            out.extend(keys.map(|key| self.object_id(tenant, generation, key)));
+            out.extend(keys.map(|key| self.object_id(generation, key)));
         } else {
-            append(self, tenant, generation, keys, out);
+            append(self, generation, keys, out);
         }
     }
 }
 
 /// Appends the ids of `keys` to `out`, in their order.
 fn append<'k>(
-    id_key: &IdKey,
-    tenant: Tenant<'_>,
+    id_key: &TenantIdKey,
     generation: TenantGeneration,
     keys: impl Iterator<Item = Key<'k>>,
     out: &mut Vec<ObjectId>,
 ) {
     out.reserve(keys.size_hint().0);
-    let prefix = HashPrefix::new(tenant, generation);
     let secret = words(id_key.secret());
     let flush = |pending: &mut [Input<'k>], out: &mut Vec<ObjectId>| {
         // A group takes as long as its longest input, so inputs of similar length share a group. The sort costs
@@ -105,12 +101,12 @@ fn append<'k>(
         pending.sort_unstable_by_key(|input| input.key.as_bytes().len());
         for inputs in pending.chunks(LANES) {
             if inputs.len() > LANES_SMALL {
-                group::<LANES>(&secret, &prefix, inputs, out);
+                group::<LANES>(&secret, generation, inputs, out);
             } else if inputs.len() > SINGLE_MAX {
-                group::<LANES_SMALL>(&secret, &prefix, inputs, out);
+                group::<LANES_SMALL>(&secret, generation, inputs, out);
             } else {
                 for input in inputs {
-                    out[input.index] = id_key.object_id(tenant, generation, input.key);
+                    out[input.index] = id_key.object_id(generation, input.key);
                 }
             }
         }
@@ -119,8 +115,8 @@ fn append<'k>(
     let mut count = 0;
     for key in keys {
         let input = Input { index: out.len(), key };
-        if prefix.input_len(key) > CHUNK_BYTES {
-            out.push(id_key.object_id(tenant, generation, key));
+        if input.len() > CHUNK_BYTES {
+            out.push(id_key.object_id(generation, key));
             continue;
         }
         out.push(ObjectId([0; 16])); // overwritten by `flush`
@@ -141,60 +137,33 @@ struct Input<'k> {
     key: Key<'k>,
 }
 
-/// Common prefix of all inputs of a call: `tenant length u16 | tenant | generation u32`, and two bytes for the
-/// key length, which differs per key.
-struct HashPrefix {
-    bytes: [u8; PREFIX_BYTES],
-    /// Includes the two bytes of the key length.
-    len: usize,
-}
+/// Bytes of the generation, with which all inputs of a call start.
+const GENERATION_BYTES: usize = size_of::<TenantGeneration>();
 
-/// Whole blocks, so that a block of an input starts as a copy of a block of the prefix.
-const PREFIX_BYTES: usize = 2 * BLOCK_BYTES;
-const _: () = assert!(2 + TENANT_BYTES_MAX + 4 + 2 <= PREFIX_BYTES);
-
-impl HashPrefix {
-    fn new(tenant: Tenant<'_>, generation: TenantGeneration) -> HashPrefix {
-        let tenant = tenant.as_str().as_bytes();
-        let (tenant_end, end) = (2 + tenant.len(), 2 + tenant.len() + 4);
-        let mut bytes = [0; PREFIX_BYTES];
-        bytes[..2].copy_from_slice(&(tenant.len() as u16).to_le_bytes()); // ≤ TENANT_BYTES_MAX
-        bytes[2..tenant_end].copy_from_slice(tenant);
-        bytes[tenant_end..end].copy_from_slice(&generation.0.to_le_bytes());
-        HashPrefix { bytes, len: end + 2 }
+impl Input<'_> {
+    /// Returns the length of the whole input. Never 0: every input has a block 0.
+    fn len(&self) -> usize {
+        GENERATION_BYTES + self.key.as_bytes().len()
     }
 
-    /// Returns the length of the whole input for `key`. Never 0: every input has a block 0.
-    fn input_len(&self, key: Key<'_>) -> usize {
-        self.len + key.as_bytes().len()
-    }
-
-    /// Writes block `index` of the input for `key`, padded with zeros.
-    fn write_block(&self, key: Key<'_>, index: usize, block: &mut [u8; BLOCK_BYTES]) {
-        let key = key.as_bytes();
-        let start = index * BLOCK_BYTES;
-        let Some(at) = self.len.checked_sub(start) else {
-            // Blocks after the prefix contain key bytes only.
-            let rest = key.get(start - self.len..).unwrap_or(&[]);
-            match rest.first_chunk() {
-                Some(full) => *block = *full,
-                None => {
-                    *block = [0; BLOCK_BYTES];
-                    block[..rest.len()].copy_from_slice(rest);
-                }
-            }
+    /// Writes block `index` of the input, padded with zeros.
+    fn write_block(&self, generation: [u8; GENERATION_BYTES], index: usize, block: &mut [u8; BLOCK_BYTES]) {
+        let key = self.key.as_bytes();
+        if index == 0 {
+            let len = key.len().min(BLOCK_BYTES - GENERATION_BYTES);
+            *block = [0; BLOCK_BYTES];
+            block[..GENERATION_BYTES].copy_from_slice(&generation);
+            block[GENERATION_BYTES..GENERATION_BYTES + len].copy_from_slice(&key[..len]);
             return;
-        };
-        block.copy_from_slice(&self.bytes[start..start + BLOCK_BYTES]);
-        for (position, byte) in (self.len - 2..).zip((key.len() as u16).to_le_bytes()) {
-            // The length may lie in the previous block or cross the block boundary.
-            if let Some(target) = block.get_mut(position.wrapping_sub(start)) {
-                *target = byte;
-            }
         }
-        if let Some(target) = block.get_mut(at..) {
-            let len = target.len().min(key.len());
-            target[..len].copy_from_slice(&key[..len]);
+        // Further blocks contain key bytes only.
+        let rest = key.get(index * BLOCK_BYTES - GENERATION_BYTES..).unwrap_or(&[]);
+        match rest.first_chunk() {
+            Some(full) => *block = *full,
+            None => {
+                *block = [0; BLOCK_BYTES];
+                block[..rest.len()].copy_from_slice(rest);
+            }
         }
     }
 }
@@ -211,15 +180,21 @@ pub(crate) struct Lanes<const L: usize> {
 }
 
 /// Hashes up to `L` inputs and writes their ids to `out`.
-fn group<const L: usize>(secret: &[u32; 8], prefix: &HashPrefix, inputs: &[Input<'_>], out: &mut [ObjectId]) {
+fn group<const L: usize>(
+    secret: &[u32; 8],
+    generation: TenantGeneration,
+    inputs: &[Input<'_>],
+    out: &mut [ObjectId],
+) {
+    let generation = generation.0.to_le_bytes();
     let mut chaining = secret.map(|word| [word; L]);
     let mut blocks = [[0; BLOCK_BYTES]; L];
     let mut message: Message<L> = [[0; L]; 16];
     let mut lanes = Lanes { block_len: [0; L], flags: [0; L], live: [0; L] };
-    let len_max = inputs.iter().map(|input| prefix.input_len(input.key)).max().unwrap_or(0);
+    let len_max = inputs.iter().map(Input::len).max().unwrap_or(0);
     for index in 0..len_max.div_ceil(BLOCK_BYTES) {
         for (lane, input) in inputs.iter().enumerate() {
-            let left = prefix.input_len(input.key).saturating_sub(index * BLOCK_BYTES);
+            let left = input.len().saturating_sub(index * BLOCK_BYTES);
             if left == 0 {
                 lanes.live[lane] = 0;
                 continue;
@@ -229,7 +204,7 @@ fn group<const L: usize>(secret: &[u32; 8], prefix: &HashPrefix, inputs: &[Input
             lanes.block_len[lane] = left.min(BLOCK_BYTES) as u32;
             lanes.flags[lane] =
                 KEYED_HASH | if first { CHUNK_START } else { 0 } | if last { CHUNK_END | ROOT } else { 0 };
-            prefix.write_block(input.key, index, &mut blocks[lane]);
+            input.write_block(generation, index, &mut blocks[lane]);
         }
         // A separate pass: a read of a block right after its bytes were written in pieces stalls.
         for (lane, block) in blocks.iter().enumerate() {
@@ -315,14 +290,14 @@ mod tests {
     use crate::limits::KEY_BYTES_MAX;
 
     /// Compares a batch with single calls. `out` is not empty at the start, and its first element must not change.
-    fn check(tenant: &str, generation: u32, keys: &[Vec<u8>]) {
-        let id_key = IdKey::new(1, std::array::from_fn(|i| (i * 37) as u8));
-        let (tenant, generation) = (Tenant::new(tenant).unwrap(), TenantGeneration(generation));
+    fn check(generation: u32, keys: &[Vec<u8>]) {
+        let id_key = TenantIdKey::new(1, std::array::from_fn(|i| (i * 37) as u8));
+        let generation = TenantGeneration(generation);
         let keys = || keys.iter().map(|key| Key::new(key).unwrap());
         let before = ObjectId([0xee; 16]);
         let mut batch = vec![before];
-        id_key.object_ids(tenant, generation, keys(), &mut batch);
-        let single = keys().map(|key| id_key.object_id(tenant, generation, key));
+        id_key.object_ids(generation, keys(), &mut batch);
+        let single = keys().map(|key| id_key.object_id(generation, key));
         assert_eq!(batch, [before].into_iter().chain(single).collect::<Vec<_>>());
     }
 
@@ -332,35 +307,24 @@ mod tests {
 
     #[test]
     fn batch_ids_match_single_ids_for_every_key_length() {
-        for tenant in ["t", "default", &"x".repeat(TENANT_BYTES_MAX)] {
-            // Adjacent lengths share a group, so that lanes end at different blocks; then each length separately.
-            check(tenant, 7, &(1..=1100).map(pattern).collect::<Vec<_>>());
-            for len in 1..=1100 {
-                check(tenant, u32::MAX, &vec![pattern(len); SINGLE_MAX + 1]);
-            }
-        }
-    }
-
-    #[test]
-    fn batch_ids_match_single_ids_for_every_tenant_length() {
-        for len in 1..=TENANT_BYTES_MAX {
-            let keys: Vec<_> = [1, 2, 47, 48, 49, 63, 64, 65, 128, 900, 1024].map(pattern).into();
-            check(&"n".repeat(len), len as u32, &keys);
+        // Adjacent lengths share a group, so that lanes end at different blocks; then each length separately.
+        check(7, &(1..=1100).map(pattern).collect::<Vec<_>>());
+        for len in 1..=1100 {
+            check(u32::MAX, &vec![pattern(len); SINGLE_MAX + 1]);
         }
     }
 
     #[test]
     fn batch_ids_match_single_ids_for_every_batch_size() {
         for size in 0..=40 {
-            check("default", 0, &(0..size).map(|n| pattern(60 + n)).collect::<Vec<_>>());
-            check("default", 0, &vec![vec![b'k'; KEY_BYTES_MAX]; size.min(3)]);
+            check(0, &(0..size).map(|n| pattern(60 + n)).collect::<Vec<_>>());
+            check(0, &vec![vec![b'k'; KEY_BYTES_MAX]; size.min(3)]);
         }
     }
 
     proptest! {
         #[test]
         fn batch_ids_match_single_ids_for_random_batches(
-            tenant in "[a-zA-Z0-9._-]{1,64}",
             generation: u32,
             keys in proptest::collection::vec(
                 prop_oneof![
@@ -371,7 +335,7 @@ mod tests {
                 0..=40,
             ),
         ) {
-            check(&tenant, generation, &keys);
+            check(generation, &keys);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Keys, tenants, and the 128-bit [`ObjectId`] derived from them.
 //!
-//! An id is keyed BLAKE3 over length-prefixed (tenant, tenant generation, key). The key is a secret of the
-//! cluster, so only its members can construct two keys with one id. Removing all objects of a tenant is one
-//! increment of its generation.
+//! An id is keyed BLAKE3 over (tenant generation, key). The key of the hash belongs to the tenant ([`TenantIdKey`]), and is derived
+//! from a secret of the cluster ([`IdKey`]). So a client, which has the key of its own tenant only, can compute no id of another one,
+//! and construct no key with such an id. Removing all objects of a tenant is one increment of its generation.
 
 use std::fmt;
 use std::num::NonZeroU16;
@@ -113,7 +113,7 @@ impl fmt::Display for Tenant<'_> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantGeneration(pub u32);
 
-/// Identity of an object: 128 bits that only members of the cluster can compute.
+/// Identity of an object: 128 bits that only members of the cluster and clients of the tenant can compute.
 ///
 /// The bits are uniform, so any of them may be used as a hash.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -149,7 +149,7 @@ impl fmt::Debug for ObjectId {
     }
 }
 
-/// The cluster's secret for object ids. Created once, stored durably; records carry its number.
+/// The cluster's secret for object ids, which masters and nodes have. Created once, stored durably; records carry its number.
 #[derive(Clone, PartialEq, Eq)]
 pub struct IdKey {
     number: u32,
@@ -157,9 +157,8 @@ pub struct IdKey {
 }
 
 impl IdKey {
-    /// Longest input in bytes that is hashed from one buffer on the stack, which saves a third of the time;
-    /// longer inputs go through the incremental hasher.
-    const SHORT_INPUT_MAX: usize = 384;
+    /// First bytes of the input from which the key of a tenant is derived.
+    const TENANT_PREFIX: &'static [u8] = b"moontide tenant id key\0";
 
     /// Combines the secret with the number by which records refer to it.
     pub fn new(number: u32, secret: [u8; 32]) -> IdKey {
@@ -171,41 +170,22 @@ impl IdKey {
         self.number
     }
 
-    /// Returns the id of `key` of `tenant`.
+    /// Derives the key of a tenant.
     ///
-    /// Input: `tenant length u16 | tenant | generation u32 | key length u16 | key`, little-endian.
-    pub fn object_id(&self, tenant: Tenant<'_>, generation: TenantGeneration, key: Key<'_>) -> ObjectId {
-        let (tenant, key) = (tenant.as_str().as_bytes(), key.as_bytes());
-        let parts: [&[u8]; 5] = [
-            &(tenant.len() as u16).to_le_bytes(),
-            tenant,
-            &generation.0.to_le_bytes(),
-            &(key.len() as u16).to_le_bytes(),
-            key,
-        ];
-        let len: usize = parts.iter().map(|p| p.len()).sum();
-        let hash = if len <= Self::SHORT_INPUT_MAX {
-            let mut input = [0; Self::SHORT_INPUT_MAX];
-            let mut at = 0;
-            for part in parts {
-                input[at..at + part.len()].copy_from_slice(part);
-                at += part.len();
-            }
-            blake3::keyed_hash(&self.secret, &input[..len])
-        } else {
-            let mut hasher = blake3::Hasher::new_keyed(&self.secret);
-            for part in parts {
-                hasher.update(part);
-            }
-            hasher.finalize()
-        };
-        let (id, _) = hash.as_bytes().split_first_chunk().expect("a BLAKE3 hash has 32 bytes");
-        ObjectId(*id)
+    /// Input: the prefix `moontide tenant id key\0`, which separates this use of the secret from any other, then the name.
+    pub fn of_tenant(&self, tenant: Tenant<'_>) -> TenantIdKey {
+        let mut input = [0; Self::TENANT_PREFIX.len() + TENANT_BYTES_MAX];
+        let (prefix, rest) = input.split_at_mut(Self::TENANT_PREFIX.len());
+        prefix.copy_from_slice(Self::TENANT_PREFIX);
+        let name = tenant.as_str().as_bytes();
+        rest[..name.len()].copy_from_slice(name);
+        let len = Self::TENANT_PREFIX.len() + name.len();
+        TenantIdKey::new(self.number, *blake3::keyed_hash(&self.secret, &input[..len]).as_bytes())
     }
 
-    /// Returns the secret, for the batch implementation.
-    pub(crate) fn secret(&self) -> &[u8; 32] {
-        &self.secret
+    /// Returns the id of `key` of `tenant`. For several keys of a tenant, [`IdKey::of_tenant`] saves a hash per key.
+    pub fn object_id(&self, tenant: Tenant<'_>, generation: TenantGeneration, key: Key<'_>) -> ObjectId {
+        self.of_tenant(tenant).object_id(generation, key)
     }
 }
 
@@ -216,8 +196,59 @@ impl fmt::Debug for IdKey {
     }
 }
 
-const _: () = assert!(KEY_BYTES_MAX <= u16::MAX as usize);
-const _: () = assert!(TENANT_BYTES_MAX <= u16::MAX as usize);
+/// The secret for the object ids of one tenant, which its clients have. Tells nothing of the cluster's [`IdKey`], nor of the keys of
+/// other tenants.
+#[derive(Clone, PartialEq, Eq)]
+pub struct TenantIdKey {
+    number: u32,
+    secret: [u8; 32],
+}
+
+impl TenantIdKey {
+    /// Longest input in bytes that is hashed from one buffer on the stack, which saves a third of the time;
+    /// longer inputs go through the incremental hasher.
+    const SHORT_INPUT_MAX: usize = 384;
+
+    /// Combines the secret with the number of the [`IdKey`] from which it was derived.
+    pub fn new(number: u32, secret: [u8; 32]) -> TenantIdKey {
+        TenantIdKey { number, secret }
+    }
+
+    /// Returns the number that records carry.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Returns the secret, to be sent to clients of the tenant.
+    pub fn secret(&self) -> &[u8; 32] {
+        &self.secret
+    }
+
+    /// Returns the id of `key`.
+    ///
+    /// Input: `generation u32 | key`, little-endian.
+    pub fn object_id(&self, generation: TenantGeneration, key: Key<'_>) -> ObjectId {
+        let (generation, key) = (generation.0.to_le_bytes(), key.as_bytes());
+        let len = generation.len() + key.len();
+        let hash = if len <= Self::SHORT_INPUT_MAX {
+            let mut input = [0; Self::SHORT_INPUT_MAX];
+            input[..generation.len()].copy_from_slice(&generation);
+            input[generation.len()..len].copy_from_slice(key);
+            blake3::keyed_hash(&self.secret, &input[..len])
+        } else {
+            blake3::Hasher::new_keyed(&self.secret).update(&generation).update(key).finalize()
+        };
+        let (id, _) = hash.as_bytes().split_first_chunk().expect("a BLAKE3 hash has 32 bytes");
+        ObjectId(*id)
+    }
+}
+
+impl fmt::Debug for TenantIdKey {
+    /// Prints the number only: the secret must not reach a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TenantIdKey").field("number", &self.number).finish_non_exhaustive()
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -232,7 +263,8 @@ mod tests {
     fn object_id_depends_on_tenant_generation_key_and_secret() {
         let base = id("a", 0, b"bc");
         assert_eq!(base, id("a", 0, b"bc"));
-        assert_ne!(base, id("ab", 0, b"c"), "the boundary between tenant and key must matter");
+        assert_ne!(base, id("ab", 0, b"c"));
+        assert_ne!(base, id("b", 0, b"bc"));
         assert_ne!(base, id("a", 1, b"bc"));
         assert_ne!(base, id("a", 0, b"bd"));
         let other = IdKey::new(2, [8; 32]);
@@ -240,15 +272,29 @@ mod tests {
     }
 
     #[test]
+    fn key_of_tenant_is_derived_and_computes_the_ids_of_the_cluster() {
+        let id_key = IdKey::new(5, [7; 32]);
+        for name in ["t".to_owned(), "x".repeat(TENANT_BYTES_MAX)] {
+            let tenant = Tenant::new(&name).unwrap();
+            let own = id_key.of_tenant(tenant);
+            let expected = blake3::keyed_hash(&[7; 32], format!("moontide tenant id key\0{name}").as_bytes());
+            assert_eq!((own.secret(), own.number()), (expected.as_bytes(), 5));
+            let (generation, key) = (TenantGeneration(3), Key(b"k"));
+            // A client has the number and the secret of its tenant.
+            let received = TenantIdKey::new(5, *own.secret());
+            assert_eq!(received.object_id(generation, key), id_key.object_id(tenant, generation, key));
+        }
+    }
+
+    #[test]
     fn object_id_of_long_keys_matches_blake3() {
         // Both paths must compute the same function: the test compares them around the limit with BLAKE3 itself.
-        for len in [370, 375, 376, 377, 378, 4096] {
+        let id_key = TenantIdKey::new(1, [7; 32]);
+        for len in [379, 380, 381, 382, 4096] {
             let key = vec![0x5a; len];
-            let mut input = vec![1, 0, b't', 9, 0, 0, 0];
-            input.extend_from_slice(&(len as u16).to_le_bytes());
-            input.extend_from_slice(&key);
-            let expected = blake3::keyed_hash(&[7; 32], &input);
-            assert_eq!(id("t", 9, &key).0, expected.as_bytes()[..16], "key of {len} bytes");
+            let expected = blake3::keyed_hash(&[7; 32], &[&[9, 0, 0, 0], &key[..]].concat());
+            let id = id_key.object_id(TenantGeneration(9), Key::new(&key).unwrap());
+            assert_eq!(id.0, expected.as_bytes()[..16], "key of {len} bytes");
         }
     }
 
@@ -267,7 +313,10 @@ mod tests {
 
     #[test]
     fn id_key_debug_output_hides_secret() {
-        assert_eq!(format!("{:?}", IdKey::new(3, [0x41; 32])), "IdKey { number: 3, .. }");
+        let id_key = IdKey::new(3, [0x41; 32]);
+        assert_eq!(format!("{id_key:?}"), "IdKey { number: 3, .. }");
+        let id_key = id_key.of_tenant(Tenant::DEFAULT);
+        assert_eq!(format!("{id_key:?}"), "TenantIdKey { number: 3, .. }");
     }
 
     #[test]

@@ -28,7 +28,8 @@
 //! use moontide_types::*;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // The name. A cluster has a secret from which ids are computed, so that tenants cannot choose ids that collide.
+//! // The name. A cluster has a secret from which ids are computed, so that tenants cannot choose ids that collide. A client gets
+//! // what is derived for its tenant: `IdKey::of_tenant`.
 //! let (tenant, key) = (Tenant::DEFAULT, Key::new(b"prefix-0001")?);
 //! let id = IdKey::new(1, [9; 32]).object_id(tenant, TenantGeneration(0), key);
 //! // The id selects the group, and the group's master decides about the object.
@@ -103,7 +104,7 @@ pub use ids::{
     BoundExceeded, ClientId, Epoch, Generation, GroupId, InvalidNodeId, MapVersion, NodeId, SegmentId,
     SessionId, SlotId, Term,
 };
-pub use key::{IdKey, Key, KeyError, ObjectId, Tenant, TenantGeneration};
+pub use key::{IdKey, Key, KeyError, ObjectId, Tenant, TenantGeneration, TenantIdKey};
 pub use mac_batch::{MAC_BYTES, MAC_INPUT_BYTES_MAX, MacInput, mac, macs};
 pub use medium::Medium;
 pub use placement::{Domain, InvalidPlace, Labels, Place, Spread};

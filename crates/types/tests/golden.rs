@@ -49,6 +49,7 @@ fn all_golden_vectors_match() {
         let (tenant, key) = (Tenant::new(tenant).unwrap(), Key::new(key).unwrap());
         id_key.object_id(tenant, TenantGeneration(generation), key)
     };
+    golden.check("tenant id key default", id_key.of_tenant(Tenant::DEFAULT).secret());
     let id: ObjectId = id_of("default", 0, b"hello");
     golden.check("id default/0/hello", &id.0);
     golden.check(r"id team-a/7/\x00\xff", &id_of("team-a", 7, b"\x00\xff").0);

@@ -49,7 +49,7 @@ pub(super) fn now() -> Now {
 pub(super) fn ids(id_key: &IdKey, keys: &[[u8; KEY_BYTES]]) -> Vec<ObjectId> {
     let mut ids = Vec::with_capacity(keys.len());
     let keys = keys.iter().map(|key| Key::new(key).expect("64 bytes are a key"));
-    id_key.object_ids(TENANT, TenantGeneration(0), keys, &mut ids);
+    id_key.of_tenant(TENANT).object_ids(TenantGeneration(0), keys, &mut ids);
     ids
 }
 

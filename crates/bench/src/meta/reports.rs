@@ -35,8 +35,8 @@ pub(super) fn open_session() -> v1::OpenSessionRequest {
         node: NODE,
         boot_id: 1,
         topology: Some(v1::Topology::default()),
-        protocol_min: 1,
-        protocol_max: 1,
+        protocol_min: 2,
+        protocol_max: 2,
         ..Default::default()
     }
 }

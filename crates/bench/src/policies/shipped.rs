@@ -10,8 +10,8 @@ use moontide_meta::{
 };
 use moontide_types::record::PinClass;
 use moontide_types::{
-    ErrorCode, Generation, GroupId, IdKey, Key, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId,
-    Tenant, TenantGeneration, Term, UnixMillis,
+    ErrorCode, Generation, GroupId, Key, Medium, MonoTime, NodeId, ObjectId, SegmentId, SessionId, Tenant,
+    TenantGeneration, TenantIdKey, Term, UnixMillis,
 };
 
 use super::node_disk::{NodeDisk, written_record};
@@ -106,7 +106,7 @@ impl Shipped {
         let keys: Vec<_> = (0..blocks as u32).map(key).collect();
         let mut ids = Vec::with_capacity(blocks);
         let all = keys.iter().map(|key| Key::new(key).expect("8 bytes are a key"));
-        IdKey::new(1, [7; 32]).object_ids(Tenant::DEFAULT, TenantGeneration(0), all, &mut ids);
+        TenantIdKey::new(1, [7; 32]).object_ids(TenantGeneration(0), all, &mut ids);
         Shipped {
             groups,
             tenants,

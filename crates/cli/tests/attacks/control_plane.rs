@@ -12,7 +12,7 @@ use moontide_proto::{
     FRAME_HEADER_BYTES, FixedRecord, FrameHeader, FrameKind, Hello, PackedBuilder, PackedKeysBuilder,
     ProtocolVersions, PutEntry, Token, v1,
 };
-use moontide_types::{ErrorCode, Key, NodeId, Term};
+use moontide_types::{ErrorCode, IdKey, Key, NodeId, Tenant, TenantGeneration, TenantIdKey, Term};
 use prost::Message;
 use tonic::transport::{Channel, Endpoint};
 
@@ -68,8 +68,8 @@ impl Grpc {
             boot_id: 0x55,
             addresses: vec![v1::Address { engine: "tcp".into(), address: "127.0.0.1:1".into() }],
             topology: Some(v1::Topology::default()),
-            protocol_min: 1,
-            protocol_max: 1,
+            protocol_min: 2,
+            protocol_max: 2,
             highest_term,
         };
         let mut nodes = MasterNodesClient::new(self.channel.clone());
@@ -111,6 +111,47 @@ fn context(session: u64) -> Option<v1::RequestContext> {
 
 fn code(context: Option<v1::ResponseContext>) -> Option<ErrorCode> {
     ErrorCode::try_from(context.expect("every response has a context").code).ok()
+}
+
+// ----------------------------------------------------------------------------------------------------- other tenants
+
+#[test]
+fn tenant_gets_neither_ids_nor_removals_of_another_tenant() {
+    let cluster = Cluster::start(one_node());
+    let [acme, beta] =
+        ["acme", "beta"].map(|tenant| connect(StoreConfig { tenant: tenant.into(), ..cluster.config() }));
+    [&acme, &beta].into_iter().for_each(|store| serves(store, "k"));
+    let grpc = Grpc::connect(&cluster);
+    let mut master = MasterClient::new(grpc.channel.clone());
+    let of_beta = Some(v1::RequestContext { tenant: "beta".into(), ..context(0).unwrap() });
+
+    let request = v1::GetClusterInfoRequest { context: of_beta.clone() };
+    let info = grpc.runtime.block_on(master.get_cluster_info(request)).unwrap().into_inner();
+    let secret: [u8; 32] = info.tenant_id_key[..].try_into().unwrap();
+    let (key, generation) = (Key::new(b"k").unwrap(), TenantGeneration(0));
+    let computed = TenantIdKey::new(info.id_key, secret).object_id(generation, key);
+    assert_eq!(computed, beta.object_id(b"k").unwrap());
+    let of_acme = acme.object_id(b"k").unwrap();
+    assert_ne!(computed, of_acme);
+    for tenant in ["acme", "beta"] {
+        let tenant = Tenant::new(tenant).unwrap();
+        assert_ne!(IdKey::new(info.id_key, secret).object_id(tenant, generation, key), of_acme);
+    }
+
+    let mut poll = |term, next_sequence, wait_ms| {
+        let cursors = vec![v1::InvalidationCursor { group: 0, term, next_sequence }];
+        let (context, cluster) = (of_beta.clone(), info.cluster);
+        let request = v1::PollInvalidationsRequest { context, cursors, wait_ms, cluster };
+        grpc.runtime.block_on(master.poll_invalidations(request)).unwrap().into_inner().groups
+    };
+    let first = (0..6).find_map(|_| poll(0, 0, 5_000).pop()).expect("the feed opens");
+    assert!(first.gap && first.ids.is_empty());
+    assert!(acme.remove(b"k", true).unwrap());
+    assert_eq!(poll(first.term, first.next_sequence, 1_000), [], "a removal of another tenant");
+    assert!(beta.remove(b"k", true).unwrap());
+    let own = poll(first.term, first.next_sequence, 5_000).pop().unwrap();
+    assert_eq!((&own.ids[..], own.gap), (&computed.0[..], false));
+    assert_eq!(own.next_sequence, first.next_sequence + 1, "it counts no removal of another tenant");
 }
 
 // ---------------------------------------------------------------------------------------------------------- sessions

@@ -282,7 +282,7 @@ fn greet(stream: &TcpStream, shared: &Shared, header: &FrameHeader, body: &[u8])
             return (&mut &*stream).write_all(&with_body(header, b"rejected by the test"));
         }
         Greeting::Version(version) => version,
-        Greeting::Accept => 1,
+        Greeting::Accept => ProtocolVersions::CURRENT.max,
     };
     let ack = Hello {
         versions: ProtocolVersions { min: version, max: version },

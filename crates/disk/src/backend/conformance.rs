@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use moontide_rt::SplitMix64;
+use moontide_types::record::HEADER_BYTES;
 
 use crate::backend::{Backend, OpenError, RecordId, Recovery, WriteError};
 use crate::buffer::AlignedBuf;
@@ -122,6 +123,7 @@ pub(super) fn run_conformance(open: Open) {
     full_tier_reports_needed_bytes(open);
     located_record_is_readable_after_eviction(open);
     corrupt_record_can_be_rewritten(open);
+    records_of_earlier_header_version_are_reported_and_not_found(open);
     scan_returns_exactly_the_stored_records(open);
     concurrent_operations_are_isolated(open);
     temporarily_unreadable_records_are_not_lost(open);
@@ -322,6 +324,35 @@ fn corrupt_record_can_be_rewritten(open: Open) {
         samples.iter().for_each(|sample| harness.assert_stored(sample));
     }
     assert_eq!(harness.backend.usage().records, 3);
+}
+
+/// The ids of records of header version 1 were computed in another way.
+fn records_of_earlier_header_version_are_reported_and_not_found(open: Open) {
+    let mut harness = BackendHarness::new(7, open);
+    let samples = samples(0..3, 9000);
+    harness.write_ok(&samples);
+    assert_eq!(harness.restart().recovery.records, 3);
+    for (path, _) in harness.disk.files() {
+        let mut bytes = harness.disk.read_file(&path);
+        let headers: Vec<usize> = bytes
+            .windows(6)
+            .enumerate()
+            .filter(|(_, start)| start == b"MTRC\x02\x00")
+            .map(|(at, _)| at)
+            .collect();
+        for at in headers {
+            let header: &mut [u8; HEADER_BYTES] = bytes[at..].first_chunk_mut().expect("a whole header");
+            header[4] = 1;
+            crate::fuzzing::fix_header_crc(header).expect("a whole header");
+        }
+        harness.disk.write_file(&path, &bytes);
+    }
+    let opened = harness.restart();
+    assert!(opened.found.is_empty() && opened.recovery.records == 0 && opened.recovery.bad_count > 0);
+    let reasons: Vec<&str> = opened.recovery.bad.iter().map(|bad| &*bad.reason).collect();
+    let reason = "header version 1, this release reads 2";
+    assert!(reasons.contains(&reason), "{reasons:?}");
+    assert!(samples.iter().all(|sample| harness.backend.locate(&sample.name()).is_none()));
 }
 
 fn scan_returns_exactly_the_stored_records(open: Open) {

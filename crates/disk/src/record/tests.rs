@@ -118,7 +118,7 @@ fn arbitrary_bytes_are_rejected_as_record() {
         let mut bytes = vec![0; rng.below(600) as usize];
         crate::samples::fill(rng.next_u64(), &mut bytes);
         if let Some(magic) = bytes.get_mut(..6) {
-            magic.copy_from_slice(b"MTRC\x01\x00");
+            magic.copy_from_slice(b"MTRC\x02\x00");
         }
         assert!(verify_record(&bytes).is_err(), "seed {seed}, round {round}");
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use moontide_meta::{Effects, ListCursor, ObjectDetail, Quota, SegmentPhase, SegmentView};
 use moontide_proto::convert::{
-    ClusterInfo, EvictRequest, GetClusterInfoResponse, GetTenantsRequest, ListKeysRequest,
+    ClusterInfo, EvictRequest, GetClusterInfoResponse, GetTenantsRequest, IdKeySecret, ListKeysRequest,
     ListSegmentsRequest, QueryKeysRequest, RequestContext, ResponseContext, SetTenantQuotaRequest, Wire,
 };
 use moontide_proto::limits::NODES_MAX;
@@ -16,7 +16,7 @@ use prost::Message;
 
 use super::nodes::NodeInfo;
 use super::objects::handle;
-use super::{OutcomeCodes, Service, refused};
+use super::{CallContext, OutcomeCodes, Service, refused};
 use crate::election::TenantChange;
 
 /// Maximum number of objects that one call evicts per lock of a group.
@@ -121,27 +121,35 @@ impl Service {
     pub fn get_group_map(&self, m: &v1::GetGroupMapRequest) -> v1::GetGroupMapResponse {
         let map = self.map.read().clone();
         match self.check_context(&m.context) {
-            Ok(()) => v1::GetGroupMapResponse { context: Some(self.context(None)), map: Some(map) },
+            Ok(_) => v1::GetGroupMapResponse { context: Some(self.context(None)), map: Some(map) },
             Err(code) => v1::GetGroupMapResponse { context: Some(self.refusal(code)), map: None },
         }
     }
 
-    /// Returns the parameters that a client needs to compute ids.
+    /// Returns the parameters that a client needs to compute the ids of its tenant's objects. The key is that of the tenant in the
+    /// context, for callers of every role: nodes get the key of the cluster with their session.
     pub fn get_cluster_info(&self, m: &v1::GetClusterInfoRequest) -> v1::GetClusterInfoResponse {
-        if let Err(code) = self.check_context(&m.context) {
-            return v1::GetClusterInfoResponse { context: Some(self.refusal(code)), ..Default::default() };
-        }
+        let caller = match self.check_context(&m.context) {
+            Ok(caller) => caller,
+            Err(code) => {
+                return v1::GetClusterInfoResponse {
+                    context: Some(self.refusal(code)),
+                    ..Default::default()
+                };
+            }
+        };
+        let id_key = self.config.id_key.of_tenant(caller.context.tenant);
         let info = ClusterInfo {
             cluster: self.config.cluster,
             groups: self.config.groups.get(),
-            id_key: self.config.id_key.number(),
-            id_key_secret: Some(self.config.id_key_secret.clone()),
+            id_key: id_key.number(),
+            tenant_id_key: Some(IdKeySecret(*id_key.secret())),
             protocol: ProtocolVersions::CURRENT,
         };
         let context = ResponseContext {
             map_version: self.map_version(),
             term: self.config.term,
-            tenant_generation: self.generation_of(&m.context),
+            tenant_generation: caller.generation,
             ..Default::default()
         };
         GetClusterInfoResponse::new(context, info).to_wire()
@@ -327,10 +335,13 @@ impl Service {
     }
 
     /// Checks a call that only has a context.
-    fn check_context(&self, context: &Option<v1::RequestContext>) -> Result<(), ErrorCode> {
+    fn check_context<'a>(
+        &self,
+        context: &'a Option<v1::RequestContext>,
+    ) -> Result<CallContext<'a>, ErrorCode> {
         let context = context.as_ref().ok_or(ErrorCode::InvalidArgument)?;
         let context = RequestContext::from_wire(context).map_err(refused)?;
-        self.caller(context).map(|_| ())
+        self.caller(context)
     }
 }
 
@@ -420,5 +431,38 @@ fn parse_list_cursor(cursor: &[u8]) -> (usize, Option<ListCursor>) {
             (group(cursor), Some(ListCursor::from_number(number)))
         }
         _ => (0, None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use moontide_types::{IdKey, SystemClock};
+
+    use super::*;
+    use crate::service::ServiceConfig;
+
+    #[test]
+    fn callers_get_the_id_key_of_the_tenant_in_their_context_only() {
+        let config = ServiceConfig { id_key: IdKey::new(4, [9; 32]), ..ServiceConfig::for_tests() };
+        let service = Service::new(config, Arc::new(SystemClock));
+        let info = |tenant: &str| {
+            let context =
+                v1::RequestContext { tenant: tenant.into(), timeout_ms: 1_000, ..Default::default() };
+            service.get_cluster_info(&v1::GetClusterInfoRequest { context: Some(context) })
+        };
+        let mut seen = BTreeSet::new();
+        for name in ["acme", "beta", "default"] {
+            let info = info(name);
+            let own = IdKey::new(4, [9; 32]).of_tenant(Tenant::new(name).unwrap());
+            assert_eq!((info.id_key, &info.tenant_id_key[..]), (4, &own.secret()[..]), "{name}");
+            assert!(!info.encode_to_vec().windows(32).any(|bytes| bytes == [9; 32]), "key of the cluster");
+            seen.insert(info.tenant_id_key);
+        }
+        assert_eq!(seen.len(), 3);
+        assert!(seen.contains(&info("").tenant_id_key), "the default tenant");
+        let refused = info("a/b");
+        assert!(refused.context.unwrap().code != 0 && refused.tenant_id_key.is_empty());
     }
 }

@@ -92,12 +92,11 @@ pub fn object_codes(objects: &[u8]) -> Vec<u16> {
     objects.iter().map(|object| object.code.map_or(0, |code| code as u16)).collect()
 }
 
-/// Computes the ids of keys, as a client does.
+/// Computes the ids of keys, as a client of the default tenant does.
 pub fn ids(info: &v1::GetClusterInfoResponse, names: &[&str]) -> Vec<ObjectId> {
-    use moontide_types::{IdKey, Tenant, TenantGeneration};
-    let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
-    let id =
-        |name: &&str| key.object_id(Tenant::DEFAULT, TenantGeneration(0), Key::new(name.as_bytes()).unwrap());
+    use moontide_types::{TenantGeneration, TenantIdKey};
+    let key = TenantIdKey::new(info.id_key, info.tenant_id_key[..].try_into().unwrap());
+    let id = |name: &&str| key.object_id(TenantGeneration(0), Key::new(name.as_bytes()).unwrap());
     names.iter().map(id).collect()
 }
 
@@ -245,8 +244,8 @@ impl FakeNode {
             boot_id: 1,
             addresses: vec![],
             topology: Some(v1::Topology::default()),
-            protocol_min: 1,
-            protocol_max: 1,
+            protocol_min: 2,
+            protocol_max: 2,
             highest_term: 0,
         };
         let opened = client.open_session(request).await.unwrap().into_inner();

@@ -21,7 +21,7 @@ use v1::node_message::Body as FromNode;
 pub(crate) const ADDRESS: &str = "master:1";
 pub(crate) const CLUSTER: u64 = 5;
 pub(crate) const TTL_MS: u32 = 10_000;
-const VERSIONS: u32 = 1;
+const VERSIONS: u32 = 2;
 pub(crate) const CAPABILITY_KEY: [u8; 32] = [8; 32];
 
 /// Term of the master.

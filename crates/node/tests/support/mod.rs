@@ -23,7 +23,7 @@ use moontide_transfer::tcp::{TcpConfig, TcpEngine};
 use moontide_transfer::{Engine, EngineKind, Link, Metrics, Op, Peer, Target, call, run};
 use moontide_types::limits::{BATCH_KEYS_MAX, PAGE_BYTES, REPLICAS_MAX};
 use moontide_types::record::DigestContext;
-use moontide_types::{ErrorCode, IdKey, Key, ObjectId, Tenant, TenantGeneration};
+use moontide_types::{ErrorCode, Key, ObjectId, Tenant, TenantGeneration, TenantIdKey};
 use prost::Message;
 
 pub const GROUPS: u16 = 4;
@@ -186,11 +186,13 @@ impl<'a> Client<'a> {
         self.id_of(Tenant::DEFAULT, name)
     }
 
-    /// Computes the id of a key of any tenant, as every client can.
+    /// Computes the id of a key of a tenant, as its clients can.
     pub fn id_of(&self, tenant: Tenant<'_>, name: &str) -> ObjectId {
-        let info = self.master.service().get_cluster_info(&v1::GetClusterInfoRequest { context: context() });
-        let key = IdKey::new(info.id_key, info.id_key_secret[..].try_into().unwrap());
-        key.object_id(tenant, TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
+        let of_tenant = v1::RequestContext { tenant: tenant.as_str().to_owned(), ..context().unwrap() };
+        let request = v1::GetClusterInfoRequest { context: Some(of_tenant) };
+        let info = self.master.service().get_cluster_info(&request);
+        let key = TenantIdKey::new(info.id_key, info.tenant_id_key[..].try_into().unwrap());
+        key.object_id(TenantGeneration(0), Key::new(name.as_bytes()).unwrap())
     }
 
     pub fn put_start(&self, name: &str, len: u64) -> Result<Reserved, ErrorCode> {

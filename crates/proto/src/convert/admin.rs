@@ -36,16 +36,16 @@ impl<'a> Wire<'a> for SegmentRef {
     }
 }
 
-/// Secret of an id key, as sent to processes that may compute ids.
+/// Secret of an id key: that of the cluster as sent to nodes, or that of a tenant as sent to its clients.
 #[derive(Clone, PartialEq, Eq)]
 pub struct IdKeySecret(pub [u8; 32]);
 
 impl IdKeySecret {
-    pub(super) fn from_wire(bytes: &Bytes) -> Result<Option<IdKeySecret>, ConvertError> {
+    pub(super) fn from_wire(field: &'static str, bytes: &Bytes) -> Result<Option<IdKeySecret>, ConvertError> {
         if bytes.is_empty() {
             return Ok(None);
         }
-        check::count("id_key_secret", bytes.len(), 32)?;
+        check::count(field, bytes.len(), 32)?;
         Ok(bytes[..].try_into().ok().map(IdKeySecret))
     }
 
@@ -340,7 +340,7 @@ impl<'a> ResponseBody<'a> for JobStatus {
 /// Response of GetClusterInfo.
 pub type GetClusterInfoResponse<'a> = Response<'a, ClusterInfo>;
 
-/// Parameters of the cluster that a client needs to compute ids.
+/// Parameters of the cluster that a client needs to compute the ids of its tenant's objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterInfo {
     /// Id of the cluster.
@@ -349,8 +349,8 @@ pub struct ClusterInfo {
     pub groups: u16,
     /// Number of the current id key.
     pub id_key: u32,
-    /// Secret of the id key, if the caller may have it.
-    pub id_key_secret: Option<IdKeySecret>,
+    /// Secret of the tenant's id key, if the caller may have it.
+    pub tenant_id_key: Option<IdKeySecret>,
     /// Supported protocol versions.
     pub protocol: ProtocolVersions,
 }
@@ -368,7 +368,7 @@ impl<'a> ResponseBody<'a> for ClusterInfo {
             cluster: m.cluster,
             groups: check::groups("groups", m.groups)?,
             id_key: m.id_key,
-            id_key_secret: IdKeySecret::from_wire(&m.id_key_secret)?,
+            tenant_id_key: IdKeySecret::from_wire("tenant_id_key", &m.tenant_id_key)?,
             protocol,
         })
     }
@@ -379,7 +379,7 @@ impl<'a> ResponseBody<'a> for ClusterInfo {
             cluster: self.cluster,
             groups: self.groups.into(),
             id_key: self.id_key,
-            id_key_secret: IdKeySecret::to_wire(&self.id_key_secret),
+            tenant_id_key: IdKeySecret::to_wire(&self.tenant_id_key),
             protocol_min: self.protocol.min.into(),
             protocol_max: self.protocol.max.into(),
         }

@@ -763,7 +763,7 @@ impl Gen {
                 cluster: self.u64(),
                 groups: 1 + self.below(4096) as u32,
                 id_key: self.u32(),
-                id_key_secret: Bytes::new(),
+                tenant_id_key: Bytes::new(),
                 protocol_min: 1,
                 protocol_max: 1,
             }

@@ -21,8 +21,9 @@ pub const HEADER_BYTES: usize = 128;
 /// The first four bytes of a header: `MTRC`.
 pub const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"MTRC");
 
-/// Header version that this release writes, and the only one that it reads.
-pub const HEADER_VERSION: u16 = 1;
+/// Header version that this release writes, and the only one that it reads. The ids of records of version 1 were computed from the
+/// key of the cluster.
+pub const HEADER_VERSION: u16 = 2;
 
 /// Offset of the word: the only field that changes while other threads may read it.
 pub const WORD_OFFSET: usize = 24;
@@ -411,7 +412,8 @@ mod tests {
         assert_eq!(refused(110, &[1]), HeaderError::Reserved);
         assert_eq!(refused(76, &[0, 0, 1, 0]), HeaderError::PageBytes { found: 65536 });
         assert_eq!(refused(80, &[0, 0, 0, 0]), HeaderError::DigestsLen { found: 0, expected: 32 });
-        assert_eq!(refused(4, &[2, 0]), HeaderError::Version { found: 2 });
+        assert_eq!(refused(4, &[1, 0]), HeaderError::Version { found: 1 });
+        assert_eq!(refused(4, &[3, 0]), HeaderError::Version { found: 3 });
         assert!(matches!(refused(48, &[0; 8]), HeaderError::Stripe { .. }));
     }
 }

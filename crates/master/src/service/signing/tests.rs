@@ -73,8 +73,8 @@ impl Harness {
             node: NODE.0,
             boot_id: 1,
             topology: Some(v1::Topology::default()),
-            protocol_min: 1,
-            protocol_max: 1,
+            protocol_min: 2,
+            protocol_max: 2,
             ..Default::default()
         });
         let key = NumberedKey::from_wire(opened.capability_key.as_ref().unwrap()).unwrap();

@@ -183,7 +183,7 @@ impl<'a> ResponseBody<'a> for SessionGrant {
             protocol: check::narrow("protocol", m.protocol, u16::MAX)?,
             groups: check::groups("groups", m.groups)?,
             id_key: m.id_key,
-            id_key_secret: IdKeySecret::from_wire(&m.id_key_secret)?,
+            id_key_secret: IdKeySecret::from_wire("id_key_secret", &m.id_key_secret)?,
             capability_key: NumberedKey::from_wire(required("capability_key", &m.capability_key)?)?,
         })
     }
