@@ -174,28 +174,36 @@ impl Links {
                 call.reply.end(Status::new(Code::Ok, ""));
             }
             Message::StreamOpened { stream } => {
-                if let Some(call) = self.calls.borrow().get(&stream) {
-                    call.reply.started();
+                if let Some(answers) = self.answers_to(stream) {
+                    answers.started();
                 }
             }
             Message::FromMaster { stream, message } => {
-                if let Some(call) = self.calls.borrow().get(&stream) {
-                    call.reply.message(message.encode_to_vec().into());
+                if let Some(answers) = self.answers_to(stream) {
+                    answers.message(message.encode_to_vec().into());
                 }
             }
             Message::StreamEnd { stream, code } => {
-                if let Some(call) = self.calls.borrow_mut().remove(&stream) {
+                let ended = self.calls.borrow_mut().remove(&stream);
+                if let Some(call) = ended {
                     call.reply.end(status(code));
                 }
             }
             Message::Fetched { call, reply } => {
-                if let Some((_, fetch)) = self.fetches.borrow_mut().remove(&call) {
+                // A lock of a world may let other threads run, which begin requests: nothing is borrowed meanwhile.
+                let fetched = self.fetches.borrow_mut().remove(&call);
+                if let Some((_, fetch)) = fetched {
                     *fetch.reply.lock() = Some(reply);
                     fetch.arrived.notify_all();
                 }
             }
             _ => unreachable!("not for a node"),
         }
+    }
+
+    /// Returns where the answers to a call go.
+    fn answers_to(&self, call: u64) -> Option<Reply> {
+        self.calls.borrow().get(&call).map(|call| call.reply.clone())
     }
 
     /// Ends a stream from the node's side.
