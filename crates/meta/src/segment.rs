@@ -71,6 +71,8 @@ pub(crate) struct DrainingSlot {
     pub(crate) was_reported: bool,
     /// A command fills it with a version that may be older than what the slot held before.
     pub(crate) is_filled: bool,
+    /// That command was answered. Until then, the answer to a reclaim is about what the slot held before.
+    pub(crate) is_answered: bool,
     /// The object lives on elsewhere, and the node may be writing this record to its disk. A reclaim does not stop that. The
     /// write pins the record: when the slot is free, the write has ended, and its notice has arrived.
     pub(crate) may_be_written: bool,
@@ -279,6 +281,7 @@ impl Segment {
             id,
             was_reported: false,
             is_filled: false,
+            is_answered: false,
             may_be_written: false,
         };
         self.drains.insert(location.slot, drain);
@@ -288,11 +291,19 @@ impl Segment {
     /// it is taken, and not readable, like one that drains.
     ///
     /// Reports of the node say nothing about it: they may be about the version before, which may be newer, or about an
-    /// earlier attempt to fill the slot with this very version. Only answers to commands do.
+    /// earlier attempt to fill the slot with this very version. Only the answer to the command does, and then answers to
+    /// reclaims: the slot may have held this very version before, and have been freed by a report.
     pub(crate) fn fill(&mut self, location: SlotLocation, epoch: Epoch, id: ObjectId) {
         self.drain(location, epoch, id, false);
         let drain = self.drains.get_mut(&location.slot).expect("just inserted");
         drain.is_filled = true;
+    }
+
+    /// Remembers that the command that fills a slot was answered. What is in the slot drains.
+    pub(crate) fn fill_answered(&mut self, slot: u32) {
+        if let Some(drain) = self.drains.get_mut(&slot) {
+            drain.is_answered = true;
+        }
     }
 
     /// Remembers that the node may be writing a draining record to its disk.

@@ -138,6 +138,32 @@ fn late_report_about_the_version_before_does_not_free_the_slot_of_a_copy() {
     assert_eq!(nodes_of(&harness, "k"), [2]);
 }
 
+/// Failure: the slot of a copy was freed while the copy was made, and granted again; the node refused what came next, and
+/// neither slot was ever free (found by the simulation). Cause: the slot had held the same version before, a report had freed it,
+/// and the answer to its reclaim came after the copy had been ordered. Fix: answers to reclaims count only after that of the copy.
+#[test]
+fn late_answer_to_a_reclaim_of_the_same_version_does_not_free_the_slot_of_a_copy() {
+    let (mut harness, copy) = draining();
+    let epoch = copy.epoch;
+    harness.respond(&copy, CommandOutcome::Done);
+    let reclaim = harness.commands.pop_front().expect("the source is freed");
+    assert_eq!((reclaim.kind, reclaim.node()), (CommandKind::Reclaim, NodeId(1)));
+    let free = ReportRecord { state: ReportState::Free, ..reported(&harness, "k", epoch, reclaim.slot.0) };
+    let (now, term) = (harness.now, Term::new(1).unwrap());
+    let (segment, generation) = ((NodeId(1), reclaim.segment), reclaim.generation);
+    harness.group.report(now, segment, generation, term, 0, [free], &mut harness.effects).unwrap();
+    harness.settle();
+    harness.group.undrain(harness.now, NodeId(1), SegmentId(0)).unwrap();
+    drain(&mut harness, 2);
+    let back = copies(&mut harness).pop().expect("the object moves back");
+    assert_eq!((back.node(), back.slot, back.epoch), (NodeId(1), reclaim.slot, epoch), "the same slot again");
+    let free_units = harness.free_units();
+    harness.respond(&reclaim, CommandOutcome::Done);
+    assert_eq!(harness.free_units(), free_units, "the copy is still being made");
+    harness.respond(&back, CommandOutcome::Done);
+    assert_eq!(nodes_of(&harness, "k"), [1]);
+}
+
 /// The node would write the record after the removal, and a crash before its notice would bring it back.
 #[test]
 fn removal_after_a_move_stops_the_write_that_the_source_may_be_making() {

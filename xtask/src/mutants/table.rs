@@ -254,6 +254,17 @@ pub(super) const MUTANTS: &[Mutant] = &[
         activation: Activation::Environment,
     },
     Mutant {
+        name: "earlier-reclaim-frees-copy",
+        location: "crates/meta/src/group/remove.rs",
+        impact: "The slot of a copy is granted again while the copy is made, and its memory is never free again.",
+        test: test(
+            "meta",
+            "copies",
+            "late_answer_to_a_reclaim_of_the_same_version_does_not_free_the_slot_of_a_copy",
+        ),
+        activation: Activation::Environment,
+    },
+    Mutant {
         name: "late-report-frees-copy",
         location: "crates/meta/src/group/report.rs",
         impact: "The slot of a copy is granted again while the copy is made.",

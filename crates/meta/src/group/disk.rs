@@ -722,6 +722,7 @@ impl Group {
             self.has_stripe_in_memory(&record, stripe.into(), index, replaced)
         });
         let (CommandOutcome::Done, Some(at), false) = (outcome, object, killed || is_there) else {
+            self.segment_mut(index).fill_answered(slot);
             self.push_command(CommandKind::Reclaim, index, slot, epoch, drain.id, effects);
             return None;
         };

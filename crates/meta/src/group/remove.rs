@@ -349,7 +349,7 @@ impl Group {
     }
 
     /// Handles the result of a command. A `Kill` or `Reclaim` of anything but a draining version is outdated and
-    /// ignored.
+    /// ignored; so is a `Reclaim` that was sent before a command that fills the slot, which may be with the same version.
     pub fn command_outcome(
         &mut self,
         (node, segment): (NodeId, SegmentId),
@@ -364,7 +364,12 @@ impl Group {
             self.stats.commands_refused += 1;
         }
         let version = LocationVersion { segment: index, slot: slot.0, epoch };
-        let drains = self.segment(index).drains.get(&slot.0).is_some_and(|drain| drain.epoch == epoch);
+        let drains = self.segment(index).drains.get(&slot.0).is_some_and(|drain| {
+            let is_answered = !drain.is_filled
+                || drain.is_answered
+                || moontide_rt::mutation_enabled("earlier-reclaim-frees-copy");
+            drain.epoch == epoch && is_answered
+        });
         match (kind, outcome) {
             (CommandKind::Kill, _) => {
                 // A node without this version has nothing to kill; after any other refusal the version is still
