@@ -121,7 +121,7 @@ fn guessed_and_foreign_sessions_are_refused() {
 
 #[test]
 fn single_master_serves_on_after_a_stranger_names_a_newer_term() {
-    // Failure: one call made a master step down for everybody. Cause: any process could register with the highest term.
+    // Failure: one call made a master step down. Cause: any process could register with the highest term.
     // Fix: a term counts if it comes from a process whose segments the master has mounted.
     let service = service();
     let session = open(&service, OURS, 0).unwrap();

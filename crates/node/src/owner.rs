@@ -57,7 +57,7 @@ pub(crate) struct NodeOwner {
     memory: Arc<NodeMemory>,
     disk: Option<Arc<DiskTier>>,
     capabilities: Arc<CapabilityKeys>,
-    /// Key from which ids are computed; set by the first session with a master. A cluster has one key, for ever.
+    /// Key from which ids are computed; set by the first session with a master. The key of a cluster does not change.
     id_key: OnceLock<IdKey>,
     counters: Arc<Counters>,
     events: Arc<EventRouter>,

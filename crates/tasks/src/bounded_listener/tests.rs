@@ -163,7 +163,7 @@ async fn connection_without_a_call_ends_and_one_with_a_call_stays() {
     let called = accept(&mut listener).await;
     called.info.called();
     let called = serve(called);
-    // Bytes alone do not count: pings would keep a connection open for ever.
+    // Bytes alone do not count: pings would keep a connection open without end.
     let error = timeout(TIMEOUT, idle).await.unwrap().unwrap();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     tokio::time::sleep(Duration::from_millis(500)).await;
